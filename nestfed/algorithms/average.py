@@ -1,0 +1,135 @@
+"""Plain averaging and its corrections: FedAvg, FedProx, SCAFFOLD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestfed.algorithms.server import ControlVariates
+from nestfed.core import Algorithm, Batch, Differentiable, Schedule, Server, at, at_least, positive
+
+
+class Point(NamedTuple):
+    """The model alone."""
+
+    x: Tensor
+
+
+@dataclass(frozen=True)
+class FedAvg(Algorithm[Differentiable, Point]):
+    """FedAvg (McMahan et al. 2017): q local gradient steps, then the mean.
+
+    On a conditional or compositional problem the gradient is that problem's biased estimator.
+    """
+
+    eta: Schedule
+
+    name = "fedavg"
+    accepts = Differentiable
+    shared = ("x",)
+
+    def __post_init__(self) -> None:
+        positive(self, "eta")
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Point:
+        """Start at x0."""
+        return Point(x0)
+
+    def step(self, problem: Differentiable, s: Point, batch: Batch, t: int) -> Point:
+        """x ← x − η∇f(x; B_t)."""
+        return Point(problem.project(s.x - at(self.eta, t) * problem.grad(s.x, batch)))
+
+
+class Anchored(NamedTuple):
+    """The model and where its round began."""
+
+    x: Tensor
+    start: Tensor
+
+
+@dataclass(frozen=True)
+class FedProx(Algorithm[Differentiable, Anchored]):
+    """FedProx (Li et al. 2020): FedAvg with a pull μ(x − x_start) towards the round's starting point."""
+
+    eta: Schedule
+    mu: float = 0.01
+
+    name = "fedprox"
+    accepts = Differentiable
+    shared = ("x",)
+
+    def __post_init__(self) -> None:
+        positive(self, "eta")
+        at_least(self, 0, "mu")
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Anchored:
+        """Start at x0."""
+        return Anchored(x0, x0)
+
+    def receive(self, s: Anchored, t: int) -> Anchored:
+        """Remember where the round begins."""
+        return s._replace(start=s.x)
+
+    def step(self, problem: Differentiable, s: Anchored, batch: Batch, t: int) -> Anchored:
+        """x ← x − η(∇f(x; B_t) + μ(x − x_start))."""
+        direction = problem.grad(s.x, batch) + self.mu * (s.x - s.start)
+        return s._replace(x=problem.project(s.x - at(self.eta, t) * direction))
+
+
+class Controlled(NamedTuple):
+    """The model with SCAFFOLD's control variates: the server's c, the client's own."""
+
+    x: Tensor
+    c: Tensor
+    own: Tensor
+    start: Tensor
+    length: Tensor
+
+
+@dataclass(frozen=True)
+class Scaffold(Algorithm[Differentiable, Controlled]):
+    """SCAFFOLD (Karimireddy et al. 2020), option II: each client corrects its drift by c − c_n.
+
+    y ← y − η(∇f(y) − c_n + c); after a round c_n⁺ = c_n − c + (x − y)/(qη), where qη is the sum of the round's
+    step sizes. A client uploads c + c_n⁺ − c_n in the place of c, so that the server's rule
+    c ← c + (|S|/N)·mean(c_n⁺ − c_n) needs nothing more. A client that sits out keeps its c_n.
+    """
+
+    eta: Schedule
+    eta_g: float = 1.0
+
+    name = "scaffold"
+    accepts = Differentiable
+    shared = ("x", "c")
+    private = ("own",)
+
+    def __post_init__(self) -> None:
+        positive(self, "eta", "eta_g")
+
+    @property
+    def server(self) -> Server:
+        """Move by η_g along the mean, keep c the mean of all c_n."""
+        return ControlVariates(moved=("x",), variates=("c",), eta_g=self.eta_g)
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Controlled:
+        """Start at x0 without correction."""
+        zero = 0 * x0
+        return Controlled(x0, zero, zero, x0, x0.new_zeros(()))
+
+    def receive(self, s: Controlled, t: int) -> Controlled:
+        """Remember where the round begins."""
+        return s._replace(start=s.x, length=torch.zeros_like(s.length))
+
+    def step(self, problem: Differentiable, s: Controlled, batch: Batch, t: int) -> Controlled:
+        """y ← y − η(∇f(y; B_t) − c_n + c)."""
+        eta = at(self.eta, t)
+        x = problem.project(s.x - eta * (problem.grad(s.x, batch) - s.own + s.c))
+        return s._replace(x=x, length=s.length + eta)
+
+    def send(self, s: Controlled, t: int) -> Controlled:
+        """Renew c_n and upload what changed in it."""
+        own = s.own - s.c + (s.start - s.x) / s.length
+        return s._replace(own=own, c=s.c + own - s.own)

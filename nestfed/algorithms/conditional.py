@@ -1,0 +1,152 @@
+"""Conditional stochastic optimization: FCSG, FCSG-M, Acc-FCSG-M and their single-machine ancestors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nestfed.algorithms.average import Point
+from nestfed.core import Algorithm, Batch, Differentiable, Schedule, at, at_least, first, positive, weight
+
+
+@dataclass(frozen=True)
+class FCSG(Algorithm[Differentiable, Point]):
+    """FCSG (Wu et al. 2023, Algorithm 1): local steps along the biased conditional estimator.
+
+    The box also averages u, which is overwritten before use: it is not sent.
+    """
+
+    alpha: Schedule
+
+    name = "fcsg"
+    accepts = Differentiable
+    shared = ("x",)
+
+    def __post_init__(self) -> None:
+        positive(self, "alpha")
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Point:
+        """Start at x0."""
+        return Point(x0)
+
+    def step(self, problem: Differentiable, s: Point, batch: Batch, t: int) -> Point:
+        """Estimate and move."""
+        u = problem.grad(s.x, batch)  # lines 2, 14
+        return Point(problem.project(s.x - at(self.alpha, t) * u))  # lines 7, 9
+
+
+class Momentum(NamedTuple):
+    """The model and its gradient estimator."""
+
+    x: Tensor
+    u: Tensor
+
+
+@dataclass(frozen=True)
+class FCSGM(Algorithm[Differentiable, Momentum]):
+    """FCSG-M (Wu et al. 2023, Algorithm 1): FCSG whose estimator is a moving average."""
+
+    alpha: Schedule
+    beta: Schedule = 0.5
+
+    name = "fcsg-m"
+    accepts = Differentiable
+    shared = ("x", "u")
+
+    def __post_init__(self) -> None:
+        positive(self, "alpha")
+        weight(self, "beta")
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Momentum:
+        """Start at x0."""
+        return Momentum(x0, 0 * x0)
+
+    def step(self, problem: Differentiable, s: Momentum, batch: Batch, t: int) -> Momentum:
+        """Average the estimator over time, then move."""
+        b = first(self.beta, t)  # 1 at t = 0: "Initialize" is a step
+        u = (1 - b) * s.u + b * problem.grad(s.x, batch)  # lines 2, 15
+        return Momentum(problem.project(s.x - at(self.alpha, t) * u), u)  # lines 7, 9
+
+
+class Corrected(NamedTuple):
+    """The model, its gradient estimator, and the client's own previous point."""
+
+    x: Tensor
+    u: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class AccFCSGM(Algorithm[Differentiable, Corrected]):
+    """Acc-FCSG-M (Wu et al. 2023, Algorithm 2): FCSG-M with a variance-reduced estimator.
+
+    Both points of the correction see the same batch. A client that sat out restarts at the broadcast.
+    """
+
+    alpha: Schedule
+    beta: Schedule = 0.5
+
+    name = "acc-fcsg-m"
+    accepts = Differentiable
+    shared = ("x", "u")
+    private = ("last",)
+
+    def __post_init__(self) -> None:
+        positive(self, "alpha")
+        weight(self, "beta")
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Corrected:
+        """Start at x0."""
+        return Corrected(x0, 0 * x0, x0)
+
+    def rejoin(self, s: Corrected, t: int) -> Corrected:
+        """Restart the correction from the broadcast."""
+        return s._replace(last=s.x)
+
+    def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
+        """Correct the estimator by the same batch at the previous point, then move."""
+        u = problem.grad(s.x, batch)  # line 2
+        if t > 0:
+            u = u + (1 - at(self.beta, t)) * (s.u - problem.grad(s.last, batch))  # line 13
+        return Corrected(problem.project(s.x - at(self.alpha, t) * u), u, s.x)  # lines 7, 9
+
+
+class BSGD(FCSG):
+    """BSGD (Hu et al. 2020): biased gradient descent on one machine, that is FCSG with one client."""
+
+    name = "bsgd"
+    single = True
+
+
+@dataclass(frozen=True)
+class BSpiderBoost(Algorithm[Differentiable, Corrected]):
+    """BSpiderBoost (Hu et al. 2020): a large batch every `period` steps, recursive corrections in between.
+
+    The large batch is the client's to draw: give the clients a batch size that depends on t.
+    """
+
+    alpha: Schedule
+    period: int = 10
+
+    name = "bspiderboost"
+    accepts = Differentiable
+    shared = ("x", "u")
+    private = ("last",)
+    single = True
+
+    def __post_init__(self) -> None:
+        positive(self, "alpha")
+        at_least(self, 1, "period")
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Corrected:
+        """Start at x0."""
+        return Corrected(x0, 0 * x0, x0)
+
+    def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
+        """Restart the estimator every `period` steps, otherwise follow its change on one batch."""
+        u = problem.grad(s.x, batch)
+        if t % self.period:
+            u = s.u + u - problem.grad(s.last, batch)
+        return Corrected(problem.project(s.x - at(self.alpha, t) * u), u, s.x)

@@ -1,0 +1,348 @@
+"""Minimax methods: Local SGDA, its momentum version, CODA, CODA+, CODASCA, FMGDA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestfed.algorithms.server import ControlVariates
+from nestfed.core import (
+    Algorithm,
+    Batch,
+    NestfedError,
+    Saddle,
+    Schedule,
+    Server,
+    SolvableSaddle,
+    at,
+    at_least,
+    positive,
+    weight,
+)
+
+
+class Players(NamedTuple):
+    """Both players."""
+
+    theta: Tensor
+    w: Tensor
+
+
+@dataclass(frozen=True)
+class LocalSGDA(Algorithm[Saddle, Players]):
+    """Local SGDA (Deng & Mahdavi 2021): descent in θ and ascent in w, both gradients at the old point."""
+
+    eta_theta: Schedule
+    eta_w: Schedule
+
+    name = "local-sgda"
+    accepts = Saddle
+    shared = ("theta", "w")
+    point = "theta"
+
+    def __post_init__(self) -> None:
+        positive(self, "eta_theta", "eta_w")
+
+    def init(self, problem: Saddle, x0: Tensor) -> Players:
+        """Start at θ0, w0."""
+        return Players(x0, problem.w0)
+
+    def step(self, problem: Saddle, s: Players, batch: Batch, t: int) -> Players:
+        """θ ← θ − η_θ∇_θf; w ← w + η_w∇_wf."""
+        g, h = problem.grads(s.theta, s.w, batch)
+        return Players(
+            problem.project(s.theta - at(self.eta_theta, t) * g), problem.project_dual(s.w + at(self.eta_w, t) * h)
+        )
+
+
+class PlayersMomentum(NamedTuple):
+    """Both players and their directions."""
+
+    theta: Tensor
+    w: Tensor
+    d_theta: Tensor
+    d_w: Tensor
+
+
+@dataclass(frozen=True)
+class MomentumLocalSGDA(Algorithm[Saddle, PlayersMomentum]):
+    """Momentum Local SGDA (Sharma et al. 2022): move along moving averages, then renew them at the new point.
+
+    Iteration 0 only estimates. The averages' weight is aβ, the steps are aη.
+    """
+
+    eta_theta: Schedule
+    eta_w: Schedule
+    beta: Schedule = 0.9
+    a: Schedule = 1.0
+
+    name = "momentum-local-sgda"
+    accepts = Saddle
+    shared = ("theta", "w", "d_theta", "d_w")
+    point = "theta"
+
+    def __post_init__(self) -> None:
+        positive(self, "eta_theta", "eta_w", "a", "beta")
+        value = at(self.a, 1) * at(self.beta, 1)
+        if not 0 < value <= 1:
+            raise NestfedError(f"{self.name}: aβ is a weight and must lie in (0, 1], not {value:g}.")
+
+    def init(self, problem: Saddle, x0: Tensor) -> PlayersMomentum:
+        """Start at θ0, w0."""
+        return PlayersMomentum(x0, problem.w0, 0 * x0, 0 * problem.w0)
+
+    def step(self, problem: Saddle, s: PlayersMomentum, batch: Batch, t: int) -> PlayersMomentum:
+        """θ ← θ − aη_θd_θ; w ← w + aη_wd_w; d ← (1 − aβ)d + aβ∇f at the new point."""
+        if t == 0:
+            return s._replace(**dict(zip(("d_theta", "d_w"), problem.grads(s.theta, s.w, batch))))
+        a = at(self.a, t)
+        theta = problem.project(s.theta - a * at(self.eta_theta, t) * s.d_theta)
+        w = problem.project_dual(s.w + a * at(self.eta_w, t) * s.d_w)
+        g, h = problem.grads(theta, w, batch)
+        c = a * at(self.beta, t)
+        return PlayersMomentum(theta, w, (1 - c) * s.d_theta + c * g, (1 - c) * s.d_w + c * h)
+
+
+class Staged(NamedTuple):
+    """Both players, and the stage's reference point."""
+
+    theta: Tensor
+    w: Tensor
+    ref: Tensor
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The hyper-parameters of CODA's stages: stage s has T0·3^s iterations with step η0/3^s."""
+
+    eta: float
+    gamma: float = float("inf")
+    T0: int = 1000
+
+    def __post_init__(self) -> None:
+        positive(self, "eta")
+        at_least(self, 1, "T0")
+        if self.gamma != float("inf"):
+            positive(self, "gamma")
+
+    def stage(self, t: int) -> tuple[int, int]:
+        """Return the stage of iteration t and the iteration at which it began."""
+        s, start = 0, 0
+        while t >= start + self.T0 * 3**s:
+            start += self.T0 * 3**s
+            s += 1
+        return s, start
+
+    def begins(self, t: int) -> bool:
+        """Tell whether t is the first iteration of a stage after the first."""
+        s, start = self.stage(t)
+        return s > 0 and t == start
+
+    def refuse(self, q: int) -> None:
+        """Refuse stages that end inside a round, whose outcome would not be an average."""
+        if self.T0 % q:
+            raise NestfedError(f"{getattr(self, 'name', '')}: T0 = {self.T0} must be a multiple of q = {q}.")
+
+
+@dataclass(frozen=True)
+class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
+    """CODA+ (Yuan et al. 2021): stages of proximal local SGDA with a step size that falls threefold.
+
+    θ ← θ − η_s(∇_θF + (θ − θ_ref)/γ), w ← w + η_s∇_wF; θ_ref is the averaged θ at which the stage began. A client
+    that sat out takes the broadcast as its θ_ref.
+    """
+
+    name = "coda-plus"
+    accepts = Saddle
+    shared = ("theta", "w")
+    private = ("ref",)
+    point = "theta"
+
+    def ends_round(self, t: int, q: int) -> bool:
+        """Synchronise every q iterations."""
+        self.refuse(q)
+        return (t + 1) % q == 0
+
+    def init(self, problem: Saddle, x0: Tensor) -> Staged:
+        """Start at θ0, w0."""
+        return Staged(x0, problem.w0, x0)
+
+    def rejoin(self, s: Staged, t: int) -> Staged:
+        """Take the broadcast as reference."""
+        return s._replace(ref=s.theta)
+
+    def receive(self, s: Staged, t: int) -> Staged:
+        """Renew the reference at the start of a stage."""
+        return s._replace(ref=s.theta) if self.begins(t) else s
+
+    def step(self, problem: Saddle, s: Staged, batch: Batch, t: int) -> Staged:
+        """One proximal step of both players."""
+        eta = self.eta / 3 ** self.stage(t)[0]
+        g, h = problem.grads(s.theta, s.w, batch)
+        theta = problem.project(s.theta - eta * (g + (s.theta - s.ref) / self.gamma))
+        return s._replace(theta=theta, w=problem.project_dual(s.w + eta * h))
+
+
+@dataclass(frozen=True)
+class CODA(CODAPlus):
+    """CODA (Guo et al. 2020): CODA+ that also re-estimates w at the start of every stage.
+
+    The first iteration of a stage is spent on it: w is set to the best one for the client's batch, which may be
+    larger (give the clients a batch size that depends on t), and an extra synchronisation averages it.
+    """
+
+    name = "coda"
+    accepts = SolvableSaddle
+
+    def ends_round(self, t: int, q: int) -> bool:
+        """Synchronise also after the re-estimation of w."""
+        return super().ends_round(t, q) or self.begins(t)
+
+    def step(self, problem: Saddle, s: Staged, batch: Batch, t: int) -> Staged:
+        """Re-estimate w at the start of a stage; otherwise CODA+'s step."""
+        if self.begins(t) and isinstance(problem, SolvableSaddle):
+            return s._replace(w=problem.project_dual(problem.best_dual(s.theta, batch)))
+        return super().step(problem, s, batch, t)
+
+
+class StagedControlled(NamedTuple):
+    """Both players with control variates c (the server's), own (the client's) and the round's gradient sums."""
+
+    theta: Tensor
+    w: Tensor
+    c_theta: Tensor
+    c_w: Tensor
+    ref: Tensor
+    own_theta: Tensor
+    own_w: Tensor
+    sum_theta: Tensor
+    sum_w: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
+    """CODASCA (Yuan et al. 2021): CODA+ with control variates for both players.
+
+    Directions are g − c_k + c. After a round c_k is the mean of the client's gradients in it, and c the mean of all
+    c_k; as in SCAFFOLD a client uploads c + c_k⁺ − c_k, and one that sits out keeps its c_k.
+    """
+
+    eta_g: float = 1.0
+
+    name = "codasca"
+    accepts = Saddle
+    shared = ("theta", "w", "c_theta", "c_w")
+    private = ("ref", "own_theta", "own_w")
+    point = "theta"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "eta_g")
+
+    @property
+    def server(self) -> Server:
+        """Move both players by η_g along the mean, keep c the mean of all c_k."""
+        return ControlVariates(moved=("theta", "w"), variates=("c_theta", "c_w"), eta_g=self.eta_g)
+
+    def ends_round(self, t: int, q: int) -> bool:
+        """Synchronise every q iterations."""
+        self.refuse(q)
+        return (t + 1) % q == 0
+
+    def init(self, problem: Saddle, x0: Tensor) -> StagedControlled:
+        """Start at θ0, w0 without correction."""
+        z, o = 0 * x0, 0 * problem.w0
+        return StagedControlled(x0, problem.w0, z, o, x0, z, o, z, o, x0.new_zeros(()))
+
+    def rejoin(self, s: StagedControlled, t: int) -> StagedControlled:
+        """Take the broadcast as reference."""
+        return s._replace(ref=s.theta)
+
+    def receive(self, s: StagedControlled, t: int) -> StagedControlled:
+        """Renew the reference at the start of a stage; begin the round's sums."""
+        ref = s.theta if self.begins(t) else s.ref
+        return s._replace(
+            ref=ref, sum_theta=0 * s.own_theta, sum_w=0 * s.own_w, count=torch.zeros_like(s.count)
+        )
+
+    def step(self, problem: Saddle, s: StagedControlled, batch: Batch, t: int) -> StagedControlled:
+        """One corrected proximal step of both players."""
+        eta = self.eta / 3 ** self.stage(t)[0]
+        g, h = problem.grads(s.theta, s.w, batch)
+        direction = g - s.own_theta + s.c_theta + (s.theta - s.ref) / self.gamma
+        return s._replace(
+            theta=problem.project(s.theta - eta * direction),
+            w=problem.project_dual(s.w + eta * (h - s.own_w + s.c_w)),
+            sum_theta=s.sum_theta + g,
+            sum_w=s.sum_w + h,
+            count=s.count + 1,
+        )
+
+    def send(self, s: StagedControlled, t: int) -> StagedControlled:
+        """Renew c_k and upload what changed in it."""
+        own_theta, own_w = s.sum_theta / s.count, s.sum_w / s.count
+        return s._replace(
+            own_theta=own_theta,
+            own_w=own_w,
+            c_theta=s.c_theta + own_theta - s.own_theta,
+            c_w=s.c_w + own_w - s.own_w,
+        )
+
+
+class RecursivePlayers(NamedTuple):
+    """Both players, their gradient estimators, and the client's own previous point."""
+
+    theta: Tensor
+    w: Tensor
+    u: Tensor
+    v: Tensor
+    last_theta: Tensor
+    last_w: Tensor
+
+
+@dataclass(frozen=True)
+class FMGDA(Algorithm[Saddle, RecursivePlayers]):
+    """FMGDA (Algorithm 1 of the deep AUC paper): recursive momentum for both players.
+
+    The paper's step sizes are ĉη_t for θ (`c_hat`·`eta`) and cη_t for w (`c`·`eta`). Both points of a correction see
+    the same batch. A client that sat out restarts at the broadcast.
+    """
+
+    eta: Schedule = 1.0
+    c_hat: float = 0.01
+    c: float = 0.01
+    alpha: Schedule = 0.9
+    beta: Schedule = 0.9
+
+    name = "fmgda"
+    accepts = Saddle
+    shared = ("theta", "w", "u", "v")
+    private = ("last_theta", "last_w")
+    point = "theta"
+
+    def __post_init__(self) -> None:
+        positive(self, "eta", "c_hat", "c")
+        weight(self, "alpha", "beta")
+
+    def init(self, problem: Saddle, x0: Tensor) -> RecursivePlayers:
+        """Start at θ0, w0."""
+        return RecursivePlayers(x0, problem.w0, 0 * x0, 0 * problem.w0, x0, problem.w0)
+
+    def rejoin(self, s: RecursivePlayers, t: int) -> RecursivePlayers:
+        """Restart the corrections from the broadcast."""
+        return s._replace(last_theta=s.theta, last_w=s.w)
+
+    def step(self, problem: Saddle, s: RecursivePlayers, batch: Batch, t: int) -> RecursivePlayers:
+        """Correct both estimators by the same batch at the previous point, then move both players."""
+        u, v = problem.grads(s.theta, s.w, batch)  # line 2
+        if t > 0:
+            g, h = problem.grads(s.last_theta, s.last_w, batch)
+            u = u + (1 - at(self.alpha, t)) * (s.u - g)  # line 15
+            v = v + (1 - at(self.beta, t)) * (s.v - h)  # line 16
+        theta = problem.project(s.theta - self.c_hat * at(self.eta, t) * u)  # lines 8, 11
+        w = problem.project_dual(s.w + self.c * at(self.eta, t) * v)  # lines 9, 12
+        return RecursivePlayers(theta, w, u, v, s.theta, s.w)

@@ -1,0 +1,264 @@
+"""The command line. Thin: it reads arguments, calls the library, prints."""
+
+# Heavy imports stand inside the commands, so that `nestfed --help` is quick.
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nestfed.core import NestfedError
+
+if TYPE_CHECKING:
+    from nestfed.experiment import Experiment
+    from nestfed.running import Outcome
+
+app = typer.Typer(
+    help="Federated learning for objectives that are not a plain average of losses.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="The named data sets: what there is, whether it is whole, how to get it.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change, such as algorithm.alpha=0.1 run.rounds=50.")
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Directory of the run [default: runs/NAME-DIGEST].")]
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's is one sentence and exit code 2."""
+    try:
+        app()
+    except NestfedError as error:
+        from nestfed.engine.simulate import Interrupted
+
+        sys.stderr.write(f"nestfed: {error}\n")
+        sys.exit(130 if isinstance(error, Interrupted) else 2)
+    except KeyboardInterrupt:
+        sys.stderr.write("nestfed: stopped; the same command goes on from the last checkpoint.\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def say(text: Any = "") -> None:
+    """Print for people."""
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True).print(text)
+
+
+@app.command("list")
+def list_() -> None:
+    """Show the algorithms by kind, the problems, the data sets and the experiments that come with nestfed."""
+    from rich.table import Table
+
+    from nestfed.algorithms import FAMILIES
+    from nestfed.assemble import APPLICATIONS
+    from nestfed.data import sources
+    from nestfed.experiment import packaged
+
+    for family, methods in FAMILIES.items():
+        table = Table(title=f"Algorithms: {family}", title_justify="left", box=None, pad_edge=False)
+        for column in ("name", "works on", "sends a round", "what it is"):
+            table.add_column(column, overflow="fold")
+        for method in methods:
+            first = (method.__doc__ or "").strip().split("\n")[0]
+            kinds = "one machine, " * method.single + method.accepts.kinds
+            table.add_row(method.name, kinds, ", ".join(method.shared), first)
+        say(table)
+        say()
+    say("Each field above has the size of the model, up and down once a round; w, d_w and c_w have that of the dual")
+    say("variable, and u in the compositional methods that of the inner value.\n")
+    say(f"Problems: {', '.join(APPLICATIONS)}\n")
+    say(f"Data sets: {', '.join(s.name for s in sources.names())} (see `nestfed data list`)\n")
+    say(f"Experiments: {', '.join(packaged())}")
+
+
+@app.command("run")
+def run_(file: str, overrides: Overrides = None, out: Out = None) -> None:
+    """Carry out an experiment file (or one of `nestfed list`). The same command goes on with an unfinished run."""
+    from nestfed.report.plot import curves
+    from nestfed.running import last, run
+
+    experiment = _experiment(file, overrides)
+    place = out or Path("runs") / f"{Path(file).stem}-{experiment.digest()}"
+    history = run(experiment, place, label=experiment.algorithm.name)
+    metrics = [k for k in history[-1] if k not in _COSTS and history[-1][k] is not None]
+    for metric in metrics:
+        say(f"{metric:12} {last(history, metric):.4f}")
+    end = history[-1]
+    say(f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {_size(end['bytes_up'] + end['bytes_down'])} sent)")
+    if metrics:
+        decisive = experiment.run.metric if experiment.run.metric in metrics else metrics[0]
+        picture = curves({experiment.algorithm.name: [history]}, decisive, place / "plot.png", Path(file).stem)
+        say(f"record       {place / 'record.jsonl'}\npicture      {picture}")
+
+
+_COSTS = ("round", "iteration", "participants", "loss", "drift", "examples", "bytes_up", "bytes_down", "seconds")
+
+
+@app.command("compare")
+def compare_(
+    file: str,
+    overrides: Overrides = None,
+    algorithms: Annotated[
+        str, typer.Option(help="Methods of the file or of the library, separated by commas [default: all of the file].")
+    ] = "",
+    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
+    workers: Annotated[int, typer.Option(help="Processes at once [default: one per core].")] = 0,
+    out: Out = None,
+) -> None:
+    """Compare methods at equal rounds: tune each on its grid by validation data, then run it with every seed."""
+    experiment = _experiment(file, overrides)
+    names = [a.strip() for a in algorithms.split(",") if a.strip()] or list(experiment.methods)
+    if not names:
+        raise NestfedError(f"{file} has no [methods]: name some with --algorithms fedavg,fcsg-m.")
+    place = out or Path("runs") / f"compare-{Path(file).stem}-{experiment.digest()}"
+    _compare(experiment, names, seeds, place, workers, Path(file).stem)
+
+
+@app.command()
+def demo(out: Out = None) -> None:
+    """Show federated AUPRC training against FedAvg on handwritten digits, in about a minute."""
+    from nestfed.experiment import read
+
+    experiment = read("demo")
+    say("16 clients, handwritten digits, 80 % of the training positives removed. Each method is tuned with the same")
+    say("number of trials on validation data, then run with three seeds; the table shows the test set.\n")
+    _compare(experiment, list(experiment.methods), 3, out or Path("runs") / f"demo-{experiment.digest()}", 0, "demo")
+
+
+def _compare(experiment: Experiment, names: list[str], seeds: int, place: Path, workers: int, title: str) -> None:
+    from rich.console import Console
+
+    from nestfed.report.plot import curves
+    from nestfed.running import compare
+
+    console = Console(stderr=True)
+    with console.status("preparing") as status:
+        metric, outcomes = compare(experiment, names, seeds, place, workers=workers or None, tell=status.update)
+    _table(outcomes, metric, seeds)
+    picture = curves({o.method: o.histories for o in outcomes}, metric, place / "curves.png", title)
+    say(f"\ncurves   {picture}\nrecords  {place}")
+
+
+def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
+    from statistics import fmean, stdev
+
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("method", f"{metric} (mean ± sd, {seeds} seeds)", "rounds", "examples", "sent", "trials", "tuned to"):
+        table.add_column(column, justify="left" if column in ("method", "tuned to") else "right")
+    means = {o.method: fmean(o.final(metric)) for o in outcomes}
+    best = max(means, key=lambda m: means[m])
+    for o in outcomes:
+        values, end = o.final(metric), o.histories[0][-1]
+        spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+        table.add_row(
+            f"[bold]{o.method}[/bold]" if o.method == best else o.method,
+            f"{means[o.method]:.4f}{spread}",
+            str(end["round"]),
+            f"{end['examples']:,}",
+            _size(end["bytes_up"] + end["bytes_down"]),
+            str(o.trials),
+            ", ".join(f"{k.split('.')[-1]}={v}" for k, v in o.chosen.items()),
+        )
+    say(table)
+    say(f"\nHighest mean {metric}: {best}.")
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _experiment(file: str, overrides: list[str] | None) -> Experiment:
+    import tomllib
+
+    from nestfed.experiment import read
+
+    changes = {}
+    for override in overrides or ():
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise NestfedError(f"{override!r} is no setting; write it as section.name=value.")
+        try:
+            changes[key] = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            changes[key] = text
+    return read(file).with_overrides(changes)
+
+
+@app.command()
+def theory(
+    method: str,
+    constants: Annotated[list[str] | None, typer.Argument(help="Constants, such as N=16 T=10000 S_F=2.")] = None,
+) -> None:
+    """Print the step sizes, q and B that a method's theorem prescribes, its conditions and its bound."""
+    from nestfed.theory import prescribe
+
+    values = {}
+    for item in constants or ():
+        key, equals, text = item.removeprefix("--").partition("=")
+        try:
+            values[key] = float(text) if "." in text or "e" in text else int(text)
+        except ValueError:
+            raise NestfedError(f"{item!r} is no constant; write it as NAME=number, for example N=16.") from None
+    for line in prescribe(method, **values).lines():
+        say(line)
+
+
+@app.command()
+def cite(name: str) -> None:
+    """Print the BibTeX entry of a method."""
+    from nestfed.cite import bibtex
+
+    sys.stdout.write(bibtex(name).strip() + "\n")
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """Show the named data sets."""
+    from rich.table import Table
+
+    from nestfed.data import sources
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "examples", "licence", "what it is"):
+        table.add_column(column, overflow="fold")
+    for source in sources.names():
+        table.add_row(source.name, source.examples, source.licence, source.about)
+    say(table)
+
+
+@data_app.command("check")
+def data_check(name: str, folder: Annotated[Path | None, typer.Option(help="Where the files are.")] = None) -> None:
+    """Compare a data set's files with their published checksums."""
+    from nestfed.data import sources
+
+    found = sources.check(name, folder)
+    for file in found:
+        say(f"{file.path}: {file.problem or 'whole'}")
+    if not found:
+        say(f"{name} comes with scikit-learn: nothing to check.")
+    if any(file.problem for file in found):
+        raise NestfedError(f"{name} is not whole.")
+
+
+@data_app.command("fetch")
+def data_fetch(name: str) -> None:
+    """Download a data set into the cache; an interrupted download goes on where it stopped."""
+    from nestfed.data import sources
+
+    found = sources.fetch(name)
+    say(f"{name} is in {found.folder}.")

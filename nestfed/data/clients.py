@@ -1,0 +1,213 @@
+"""Clients: who holds which examples, and the batch that each draws at each iteration."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from nestfed.core import Batch, NestfedError
+from nestfed.data.random import Purpose, Streams
+
+Size = int | Callable[[int], int]
+"""A batch size: a number, or a function of the iteration (a large first batch, say)."""
+
+
+class Clients(Protocol):
+    """All that an engine needs to know of clients."""
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+
+    def sample(self, n: int, t: int) -> Batch:
+        """Return client n's batch at iteration t, the same one whenever and wherever it is asked for."""
+
+
+def size_at(size: Size, t: int) -> int:
+    """Return a batch size at iteration t."""
+    return size(t) if callable(size) else size
+
+
+def start_large(B: int, b: int) -> Callable[[int], int]:
+    """Return the batch size B at t = 0 and b later, as the theorems want it."""
+    return lambda t: B if t == 0 else b
+
+
+def every(period: int, large: int, small: int) -> Callable[[int], int]:
+    """Return a large batch size every `period` iterations, as BSpiderBoost wants it."""
+    return lambda t: large if t % period == 0 else small
+
+
+def draw(clients: Clients, ns: Sequence[int], ts: range) -> list[Batch]:
+    """Return for every iteration in ts the batches of the clients ns, stacked along a new first axis."""
+    at_once = getattr(clients, "draw", None)
+    if at_once is not None:
+        return at_once(ns, ts)  # type: ignore[no-any-return]
+    return [_stack([clients.sample(n, t) for n in ns], ns) for t in ts]
+
+
+def _stack(batches: list[Batch], ns: Sequence[int]) -> Batch:
+    try:
+        return tree_map(lambda *leaves: torch.stack(leaves), *batches)
+    except (RuntimeError, ValueError) as error:
+        raise NestfedError(
+            f"The batches of clients {ns[0]}…{ns[-1]} differ in shape, so they cannot be vectorised; use mode='loop'."
+        ) from error
+
+
+def without_replacement(generator: np.random.Generator, n: int, size: int) -> np.ndarray:
+    """Draw `size` of n places, each at most once if there are enough."""
+    if size > n:
+        return generator.integers(n, size=size)
+    return generator.choice(n, size, replace=False, shuffle=False)
+
+
+@dataclass(frozen=True)
+class _Held(ABC):
+    """Clients that hold parts of common arrays. Drawing yields indices, gathering turns them into a batch."""
+
+    arrays: tuple[Tensor, ...]
+    parts: Sequence[np.ndarray]
+    seed: int | None = field(default=None, kw_only=True)
+    transform: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True)
+    names: Sequence[str] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        sizes = {len(a) for a in self.arrays}
+        if len(sizes) != 1:
+            raise NestfedError(f"All arrays must hold the same examples, but their lengths are {sorted(sizes)}.")
+        (total,) = sizes
+        if not self.parts:
+            raise NestfedError("There are no clients: the partition is empty.")
+        for n, part in enumerate(self.parts):
+            if len(part) == 0:
+                raise NestfedError(f"Client {self.label(n)} has no examples.")
+            if part.min() < 0 or part.max() >= total:
+                raise NestfedError(f"Client {self.label(n)} has an index outside 0…{total - 1}.")
+        object.__setattr__(self, "_streams", Streams(self.seed or 0))
+
+    def label(self, n: int) -> str:
+        """Return the client's name, or its number."""
+        return self.names[n] if self.names else str(n)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def seeded(self, seed: int) -> Self:
+        """Return these clients with this seed, unless they were given one of their own."""
+        return self if self.seed is not None else replace(self, seed=seed)
+
+    def to(self, device: torch.device) -> Self:
+        """Return these clients with their examples on a device."""
+        return replace(self, arrays=tuple(a.to(device) for a in self.arrays))
+
+    @abstractmethod
+    def indices(self, n: int, t: int) -> np.ndarray:
+        """Return the examples that client n uses at iteration t."""
+
+    @abstractmethod
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Batch:
+        """Turn gathered examples, leading axes (clients, examples), into a batch with first axis `clients`."""
+
+    def sample(self, n: int, t: int) -> Batch:
+        """Return client n's batch at iteration t."""
+        return tree_map(lambda leaf: leaf[0], self.draw([n], range(t, t + 1))[0])
+
+    def draw(self, ns: Sequence[int], ts: range) -> list[Batch]:
+        """Draw and gather the batches of several clients and iterations at once."""
+        chosen = [np.stack([self.indices(n, t) for n in ns]) for t in ts]
+        flat = torch.from_numpy(np.concatenate([c.ravel() for c in chosen]))
+        gathered = tuple(a[flat.to(a.device)] for a in self.arrays)
+        if self.transform is not None:
+            gathered = (self.transform(gathered[0]), *gathered[1:])
+        sizes = [c.size for c in chosen]
+        pieces = zip(*(torch.split(g, sizes) for g in gathered))
+        return [
+            self.assemble(tuple(p.view(*c.shape, *p.shape[1:]) for p in piece), ns, t)
+            for piece, c, t in zip(pieces, chosen, ts)
+        ]
+
+
+@dataclass(frozen=True)
+class Examples(_Held):
+    """Clients that draw plain batches: a tuple of the arrays' rows, without replacement within a batch.
+
+    A client with fewer examples than the batch draws with replacement.
+    """
+
+    batch: Size = field(default=32, kw_only=True)
+
+    def indices(self, n: int, t: int) -> np.ndarray:
+        """Draw a batch."""
+        part = self.parts[n]
+        generator = self._streams.at(Purpose.BATCH, n, t)  # type: ignore[attr-defined]
+        return part[without_replacement(generator, len(part), size_at(self.batch, t))]
+
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Batch:
+        """Return the arrays as they are."""
+        return gathered
+
+
+@dataclass(frozen=True)
+class Pairs(_Held):
+    """Clients for pairwise objectives such as AUPRC: b positives as outer samples, m examples as inner ones.
+
+    The arrays are (x, y) with y in {0, 1}. A batch is (outer, inner) with outer = (x⁺, weight) and
+    inner = (x, y, weight), leading axes (1, m): all outer samples look at the same inner ones. The inner batch is
+    stratified, `inner_positives` of m being positives; the weights make its mean an unbiased estimate of the mean
+    over the client's own data. A client without positives has no outer sample: its outer weights are 0 and it
+    teaches nothing. One without negatives fills its inner batch with positives.
+    """
+
+    outer: Size = field(default=4, kw_only=True)
+    inner: int = field(default=16, kw_only=True)
+    inner_positives: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        labels = self.arrays[1].cpu().numpy()
+        if not np.isin(labels, (0, 1)).all():
+            raise NestfedError("Pairs needs labels 0 and 1.")
+        if self.inner < 2:
+            raise NestfedError(f"The inner batch needs at least 2 examples, not {self.inner}.")
+        positives = self.inner // 2 if self.inner_positives is None else self.inner_positives
+        if not 0 < positives < self.inner:
+            raise NestfedError(f"inner_positives must lie in 1…{self.inner - 1}, not {positives}.")
+        split = [(part[labels[part] == 1], part[labels[part] == 0]) for part in self.parts]
+        if not any(len(p) for p, _ in split):
+            raise NestfedError("No client has a positive example: AUPRC is not defined.")
+        rates = torch.tensor([len(p) / (len(p) + len(q)) for p, q in split], dtype=torch.float64)
+        object.__setattr__(self, "_split", split)
+        object.__setattr__(self, "_rates", rates)
+        object.__setattr__(self, "_positives", positives)
+
+    def indices(self, n: int, t: int) -> np.ndarray:
+        """Draw outer positives, inner positives, inner negatives, in this order."""
+        positives, negatives = self._split[n]  # type: ignore[attr-defined]
+        k = self._positives  # type: ignore[attr-defined]
+        streams: Streams = self._streams  # type: ignore[attr-defined]
+        # An empty stratum is filled from the other one, with weight 0.
+        some, rest = (positives if len(positives) else negatives), (negatives if len(negatives) else positives)
+        outer = some[without_replacement(streams.at(Purpose.BATCH, n, t), len(some), size_at(self.outer, t))]
+        generator = streams.at(Purpose.INNER, n, t)
+        first = some[without_replacement(generator, len(some), k)]
+        second = rest[without_replacement(generator, len(rest), self.inner - k)]
+        return np.concatenate([outer, first, second])
+
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Batch:
+        """Cut the rows into outer and inner samples and weigh the strata by each client's own positive rate."""
+        x, y = gathered
+        b, k, m = size_at(self.outer, t), self._positives, self.inner  # type: ignore[attr-defined]
+        rate = self._rates[list(ns)].to(x.device)  # type: ignore[attr-defined]
+        present = (rate > 0).to(x.dtype)
+        inner = torch.cat(
+            [(rate * m / k)[:, None].expand(-1, k), ((1 - rate) * m / (m - k))[:, None].expand(-1, m - k)], 1
+        )
+        outer = (x[:, :b], present[:, None].expand(-1, b))
+        return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(x.dtype), inner.to(x.dtype)))

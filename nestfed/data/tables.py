@@ -1,0 +1,364 @@
+"""Tables: the form every data set has in memory, and how CSV, Parquet and NPZ files get it."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import importlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nestfed.core import NestfedError
+from nestfed.data.formats import bounded, read_npz, reading, refuse
+
+Array = npt.NDArray[Any]
+
+MOST_BYTES = 4 << 30  # of one user's table, unpacked
+MOST_VALUES = 20  # different texts in a column that becomes one-hot features
+MOST_CLASSES = 10_000
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Examples in memory or memory-mapped; the arrays may be read-only.
+
+    x        images uint8 (n, channels, height, width) · tables float32 (n, features), missing = NaN ·
+             text int32 (n,), the number of each word
+    y        int64 (n,) labels, positions in `classes`; empty for text
+    columns  further properties of each example, to split by: hospital, region, patient, alphabet, …
+    features names of the columns of a table x
+    classes  names of the labels; for text the vocabulary
+    """
+
+    x: Array
+    y: Array
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.x)
+        lengths = {"y": len(self.y)} if self.y.size or self.columns else {}
+        for name, length in {**lengths, **{name: len(c) for name, c in self.columns.items()}}.items():
+            if length != n:
+                raise NestfedError(f"A data set has {n:,} examples but {length:,} values of {name!r}: make them equal.")
+        if self.features and (self.x.ndim != 2 or self.x.shape[1] != len(self.features)):
+            raise NestfedError(f"A table has the shape {self.x.shape}, expected (n, {len(self.features)}) as named.")
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def take(self, rows: Any) -> Dataset:
+        """Return the chosen rows (numbers, a slice or a mask), in the order given."""
+        y = self.y[rows] if self.y.size else self.y
+        columns = {name: column[rows] for name, column in self.columns.items()}
+        return Dataset(self.x[rows], y, columns, self.features, self.classes)
+
+
+def load_table(
+    path: str | Path,
+    target: str,
+    *,
+    columns: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    classes: Sequence[str] | None = None,
+) -> Dataset:
+    """Read a user's table from .csv, .csv.gz, .parquet or .npz.
+
+    Features: every column that is not the target, not in `columns` (kept to split by) and not in `drop`.
+    Numbers and booleans become float32, with NaN where missing. A text column with at most 20 different
+    values becomes one 0/1 feature per value, named `column=value`, all 0 where missing; one with more
+    is refused. Sites with different texts get different features: turn such columns into numbers alike at every
+    site, or drop them. An .npz holds the features as the array x, the labels as the array called `target`.
+
+    Labels: with `classes`, y is the position of the value in `classes` and any other value is refused. Sites
+    that hold one file each should give it, so that the same y means the same everywhere. Without it, whole
+    numbers from 0 stay as they are, False and True become 0 and 1, and other values become 0, 1, … in sorted
+    order, if there are at least two. `Dataset.classes` always says what each y means. A table with a single
+    class is allowed if it is clear which one it is.
+    """
+    path = Path(path)
+    readers = {".csv": _csv, ".csv.gz": _csv, ".parquet": _parquet, ".npz": _npz}
+    reader = next((r for suffix, r in readers.items() if path.name.lower().endswith(suffix)), None)
+    if reader is None:
+        raise NestfedError(f"{path} is no table by its name: expected one that ends in {', '.join(readers)}.")
+    if not path.is_file():
+        raise NestfedError(f"{path} is {'a folder' if path.is_dir() else 'not there'}: expected the file of a table.")
+    if path.stat().st_size == 0:
+        raise refuse(path, "is empty", "a table")
+    table: dict[str, Any] = reader(path)
+    for name in (target, *columns, *drop):
+        _known(path, name, table)
+    if both := {target} & {*columns, *drop} or set(columns) & set(drop):
+        raise NestfedError(f"Column {both.pop()!r} of {path} has two roles: name it once as target, column or drop.")
+    kept = {name: column for name, column in table.items() if name not in {target, *columns, *drop}}
+    if len(table[target]) == 0:
+        raise refuse(path, "has no rows", "at least one")
+    x, features = _arrays(path, kept) if reader is _npz else _features(path, kept)
+    y, names = _labels(path, target, table[target], classes)
+    if len(x) != len(y):
+        raise refuse(path, f"holds {len(x):,} examples and {len(y):,} labels", "as many labels as examples")
+    return Dataset(x, y, {name: _plain(table[name]) for name in columns}, features, names)
+
+
+def _csv(path: Path) -> dict[str, Any]:
+    pd = _pandas()
+
+    def read(**options: Any) -> Any:
+        with reading(path, "a table of comma-separated values in UTF-8"), path.open("rb") as raw:
+            stream = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
+            with warnings.catch_warnings():  # rows longer than the header must not be cut in silence
+                warnings.simplefilter("error", pd.errors.ParserWarning)
+                return pd.read_csv(bounded(stream, path, MOST_BYTES), **options)
+
+    # the header as a row of its own: as a header, the second of two equal names would be changed in silence
+    names = [str(name).strip() for name in read(header=None, dtype=str, na_filter=False, nrows=1).iloc[0]]
+    _distinct(path, names)
+    frame = read(header=0, names=names, index_col=False, low_memory=False)
+    return {name: frame[name] for name in names}
+
+
+def _parquet(path: Path) -> dict[str, Any]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as e:
+        raise NestfedError(f"{path} needs pyarrow to be read: pip install 'nestfed[parquet]'.") from e
+    with reading(path, "a Parquet file"), parquet.ParquetFile(path) as file:
+        if file.metadata.num_rows * file.metadata.num_columns * 8 > MOST_BYTES:
+            raise refuse(path, f"declares {file.metadata.num_rows:,} rows", f"at most {MOST_BYTES:,} bytes of content")
+        arrow = file.read()
+        names = [str(name) for name in arrow.column_names]
+        _distinct(path, names)
+        frame = arrow.to_pandas(ignore_metadata=True)
+    return {name: frame[name] for name in names}
+
+
+def _npz(path: Path) -> dict[str, Any]:
+    arrays = read_npz(path, MOST_BYTES)
+    _known(path, "x", arrays)
+    lengths = {name: len(a) if a.ndim else -1 for name, a in arrays.items()}
+    if any(length != lengths["x"] for length in lengths.values()):
+        raise refuse(path, f"holds arrays of different lengths {lengths}", "one row for each example")
+    return dict(arrays)
+
+
+def _distinct(path: Path, names: Sequence[str]) -> None:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise NestfedError(f"{path} has two columns called {twice[0]!r}: rename one of them.")
+
+
+def _known(path: Path, name: str, table: Mapping[str, Any]) -> None:
+    if name not in table:
+        near = difflib.get_close_matches(name, list(table), 1, 0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, list(table)[:20]))}."
+        raise NestfedError(f"{path} has no column {name!r}: {hint}")
+
+
+def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, tuple[str, ...]]:
+    """Return the x of an .npz: pixels stay bytes, everything else is a table of float32."""
+    if "x" not in kept:
+        raise NestfedError(f"{path} keeps its features in the array 'x': it cannot be target, column or dropped.")
+    if others := [name for name in kept if name != "x"]:
+        raise NestfedError(f"{path} also holds {others[0]!r}, which has no role: name it in columns or in drop.")
+    x = kept["x"]
+    if x.dtype.kind not in "biuf" or x.ndim < 2:
+        raise refuse(path, f"holds x as {x.dtype} of shape {x.shape}", "numbers of shape (n, features)")
+    if x.dtype == np.uint8 and x.ndim > 2:
+        return x, ()
+    return _finite(path, "x", x), tuple(f"x{i}" for i in range(x.shape[1])) if x.ndim == 2 else ()
+
+
+def _features(path: Path, kept: Mapping[str, Any]) -> tuple[Array, tuple[str, ...]]:
+    types = _pandas().api.types
+    made: dict[str, Array] = {}
+    for name, column in kept.items():
+        if types.is_bool_dtype(column.dtype) or types.is_numeric_dtype(column.dtype):
+            if column.dtype.kind == "c":
+                raise NestfedError(f"Column {name!r} of {path} holds complex numbers: name it in drop.")
+            made[name] = _finite(path, name, column.to_numpy(np.float64, na_value=np.nan))
+        elif types.is_datetime64_any_dtype(column.dtype) or types.is_timedelta64_dtype(column.dtype):
+            raise NestfedError(f"Column {name!r} of {path} holds times: turn it into a number, or name it in drop.")
+        else:
+            made |= one_hot(name, _texts(path, name, column))
+    if not made:
+        raise NestfedError(f"{path} has no column left for features: expected at least one beside the target.")
+    return np.stack(list(made.values()), 1), tuple(made)
+
+
+def _texts(path: Path, name: str, column: Any) -> Any:
+    """Return a text column as it is, or say why it cannot become features."""
+    values = column.dropna()
+    if len(values) and not all(isinstance(v, str | bool | int | float) for v in values):
+        raise NestfedError(f"Column {name!r} of {path} holds neither numbers nor texts: name it in drop.")
+    values = values.astype(str)
+    if (count := values.nunique()) > MOST_VALUES:
+        numbers = _pandas().to_numeric(values, errors="coerce")
+        odd = values[numbers.isna()].iloc[0] if numbers.isna().any() else values.iloc[0]
+        raise NestfedError(
+            f"Column {name!r} of {path} holds {count:,} different texts such as {str(odd)[:40]!r}, expected numbers or "
+            f"at most {MOST_VALUES} texts: mend it, name it in columns to split by it, or name it in drop."
+        )
+    return column.astype(object).where(column.isna(), column.astype(str))
+
+
+def one_hot(name: str, column: Any) -> dict[str, Array]:
+    """Return one 0/1 feature per different text, all 0 where it is missing."""
+    values = column.astype(object).where(column.notna(), None).to_numpy(object)
+    return {f"{name}={v}": (values == v).astype(np.float32) for v in sorted({v for v in values if v is not None})}
+
+
+def _finite(path: Path, name: str, values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        narrow: Array = values.astype(np.float32)
+    if np.isinf(narrow).any():
+        raise NestfedError(
+            f"Column {name!r} of {path} holds infinite values: replace them by numbers or leave them empty."
+        )
+    return narrow
+
+
+def _labels(path: Path, target: str, column: Any, classes: Sequence[str] | None) -> tuple[Array, tuple[str, ...]]:
+    where = f"Target {target!r} of {path}"
+    series = _pandas().Series(column) if isinstance(column, np.ndarray) and column.ndim == 1 else column
+    if getattr(series, "ndim", 1) != 1:
+        raise NestfedError(f"{where} has the shape {series.shape}, expected one label for each example.")
+    if missing := int(series.isna().sum()):
+        raise NestfedError(
+            f"{where} is missing in {missing:,} of {len(series):,} rows: fill it in or remove these rows."
+        )
+    types = _pandas().api.types
+    values = [_label(v) for v in series.tolist()]
+    found = set(values)
+    if classes is not None:
+        names = tuple(map(str, classes))
+        if len(set(names)) < len(names):
+            raise NestfedError(f"{where} has classes {', '.join(names)}, expected each only once.")
+        if unknown := sorted(found - set(names)):
+            raise NestfedError(f"{where} holds {unknown[0]!r}, expected one of {', '.join(names)} as given in classes.")
+    elif types.is_bool_dtype(series.dtype) or found <= {"False", "True"}:
+        names = ("False", "True")
+    elif types.is_numeric_dtype(series.dtype) and all(v.isdecimal() for v in found):
+        most = max(map(int, found))
+        if most >= MOST_CLASSES:
+            raise NestfedError(f"{where} holds {most}, expected labels below {MOST_CLASSES:,}: choose another column.")
+        names = tuple(map(str, range(max(most, 1) + 1)))
+    else:
+        names = _sorted_names(where, found, bool(types.is_numeric_dtype(series.dtype)))
+    number = {name: i for i, name in enumerate(names)}
+    return np.array([number[v] for v in values], np.int64), names
+
+
+def _sorted_names(where: str, found: set[str], numeric: bool) -> tuple[str, ...]:
+    if len(found) == 1:
+        raise NestfedError(f"{where} holds only {found.pop()!r}: say in classes which values there are, in order.")
+    if len(found) > MOST_VALUES:
+        raise NestfedError(f"{where} holds {len(found):,} different values, expected labels: give classes if they are.")
+    return tuple(sorted(found, key=float) if numeric else sorted(found))
+
+
+def _label(value: Any) -> str:
+    """Return the name of a label: 1, 1.0 and "1" are the same."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _plain(column: Any) -> Array:
+    """Return a column to split by as whole numbers or text; a missing value is the text "unknown"."""
+    if isinstance(column, np.ndarray):
+        return column
+    if column.dtype.kind in "biu" and not column.isna().any():
+        return np.asarray(column.to_numpy())
+    labels = ["unknown" if gone else _label(v) for v, gone in zip(column.astype(object), column.isna())]
+    return np.array(labels, np.str_)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+HEART_FEATURES = _names("age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal")
+
+
+def read_heart(files: Mapping[str, Path]) -> Dataset:
+    """Read the processed UCI heart-disease files, hospital by hospital: y = 1 if `num` > 0, `?` = NaN."""
+    pd = _pandas()
+    frames = []
+    for hospital, path in files.items():
+        with reading(path, "14 comma-separated numbers in each row"):
+            frame = pd.read_csv(path, header=None, na_values="?", dtype=np.float64)
+        if frame.shape[1] != 14 or frame[13].isna().any():
+            raise refuse(path, f"has {frame.shape[1]} columns or a row without diagnosis", "13 features and num")
+        frames.append(frame.assign(hospital=hospital))
+    table = pd.concat(frames, ignore_index=True)
+    x = table[list(range(13))].to_numpy(np.float32)
+    y = (table[13] > 0).to_numpy(np.int64)
+    return Dataset(x, y, {"hospital": table["hospital"].to_numpy(np.str_)}, HEART_FEATURES, ("no disease", "disease"))
+
+
+# What is known of an eICU stay by the end of its first day, listed by name: whatever is not listed stays out.
+# Left out as outcomes or made from them: every discharge field (status, location, offset, time, year, weight),
+# diedinhospital, dischargelocation, var03hspxlos, and all of apachePatientResult (predicted and actual mortality,
+# lengths of stay, ventilator days). Left out as entered at any time of the stay: pastHistory, admissionDx.
+# Left out as copies (gender, age, GCS, pao2, ventday1, readmit, day1… in apachePredVar equal other columns), as
+# constant (aids, saps3…, region, teachtype, …), as identifiers, as facts on the hospital, or as too many texts.
+EICU_NUMBERS = ("admissionheight", "admissionweight", "unitvisitnumber")
+EICU_TEXTS = ("gender", "ethnicity", "unittype", "unitadmitsource", "hospitaladmitsource", "unitstaytype")
+EICU_APS = _names(
+    "intubated vent dialysis eyes motor verbal meds urine wbc temperature respiratoryrate sodium heartrate meanbp ph "
+    "hematocrit creatinine albumin pao2 pco2 bun glucose bilirubin fio2"
+)
+EICU_PRED = _names(
+    "thrombolytics hepaticfailure lymphoma metastaticcancer leukemia immunosuppression cirrhosis diabetes "
+    "electivesurgery activetx ima midur oobventday1 oobintubday1 ejectfx"
+)
+
+
+def read_eicu(patient: Path, hospital: Path, aps: Path, pred: Path) -> Dataset:
+    """Read in-hospital death for each eICU stay, with features from the first day only.
+
+    y = 1 if the hospital discharge status is Expired; stays without status are left out. -1 means missing and
+    becomes NaN, as do the APACHE features of stays without APACHE; age "> 89" becomes 90; `hoursbefore` is the
+    time in hospital before the unit. Columns: hospital, region ("unknown" where empty), patient.
+    """
+    stay, place = "patientunitstayid", "hospitalid"
+    stays = _eicu(patient, (stay, place, "uniquepid", "age", "hospitaldischargestatus", "hospitaladmitoffset"))
+    stays = stays[stays["hospitaldischargestatus"].isin(("Alive", "Expired"))]
+    regions = _eicu(hospital, (place, "region")).set_index(place)["region"]
+    pd = _pandas()
+    made: dict[str, Array] = {
+        "age": pd.to_numeric(stays["age"].replace("> 89", "90"), errors="coerce").to_numpy(np.float32),
+        "hoursbefore": (-stays["hospitaladmitoffset"].where(stays["hospitaladmitoffset"] <= 0) / 60).to_numpy(
+            np.float32
+        ),
+    }
+    made |= {name: stays[name].to_numpy(np.float32) for name in EICU_NUMBERS}
+    for path, names in ((aps, EICU_APS), (pred, EICU_PRED)):
+        table = _eicu(path, (stay, *names)).drop_duplicates(stay).set_index(stay).reindex(stays[stay])
+        made |= {name: table[name].where(table[name] != -1).to_numpy(np.float32) for name in names}
+    for name in EICU_TEXTS:
+        made |= one_hot(name, stays[name])
+    columns = {
+        "hospital": stays[place].to_numpy(np.int64),
+        "region": stays[place].map(regions).fillna("unknown").to_numpy(np.str_),
+        "patient": stays["uniquepid"].to_numpy(np.str_),
+    }
+    y = (stays["hospitaldischargestatus"] == "Expired").to_numpy(np.int64)
+    return Dataset(np.stack(list(made.values()), 1), y, columns, tuple(made), ("survived", "died"))
+
+
+def _eicu(path: Path, names: Sequence[str]) -> Any:
+    with reading(path, "a table of the eICU demo, version 2.0.1"):
+        frame = _pandas().read_csv(path)
+    for name in names:
+        _known(path, name, frame)
+    return frame
+
+
+def _pandas() -> Any:
+    # imported late because it takes half a second, and as Any because its stubs are not everywhere installed
+    return importlib.import_module("pandas")

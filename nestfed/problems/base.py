@@ -1,0 +1,359 @@
+"""The four kinds of problem. The user writes f and g in plain torch; automatic differentiation does the rest."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from nestfed.core import Batch, Composed, Differentiable, NestfedError, Problem, Saddle
+from nestfed.problems.flat import Flat, KeyedDropout
+
+Model = Any
+"""What f and g receive: a callable like the user's module, or the vector itself."""
+
+
+@dataclass
+class Tape:
+    """What the evaluations of one step cost, and the loss they saw."""
+
+    examples: int = 0
+    evaluations: int = 0
+    loss: Tensor | None = None
+
+    def note(self, examples: int, loss: Tensor | None = None) -> None:
+        """Add one evaluation; the first loss is the one at the current point."""
+        self.examples += examples
+        self.evaluations += 1
+        if self.loss is None and loss is not None:
+            self.loss = loss.detach()
+
+
+class Sample(NamedTuple):
+    """A batch on its way from the engine to a problem."""
+
+    data: Batch
+    key: Tensor | None = None
+    tape: Tape = Tape()
+    eager: bool = False
+    """No function transform is around the call, so plain autograd (which is faster) may be used."""
+
+
+def as_sample(batch: Batch) -> Sample:
+    """Return a batch in the engine's form; a plain one has no key and a tape that nobody reads."""
+    return batch if isinstance(batch, Sample) else Sample(batch, tape=Tape())
+
+
+def leading(data: Batch, axes: int = 1) -> int:
+    """Return the number of examples in a batch: the size of the leading axes of its first tensor."""
+    leaves = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim() >= axes]
+    count = 1
+    for size in leaves[0].shape[:axes] if leaves else ():
+        count *= size
+    return count if leaves else 0
+
+
+class Domain(Protocol):
+    """A closed convex set."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the nearest point of the set."""
+
+
+@dataclass(frozen=True)
+class Ball:
+    """All x with ‖x‖ ≤ radius."""
+
+    radius: float
+
+    def project(self, x: Tensor) -> Tensor:
+        """Shrink x onto the ball."""
+        return x * (self.radius / x.norm().clamp_min(1e-30)).clamp(max=1.0)
+
+
+@dataclass(frozen=True)
+class Box:
+    """All x with low ≤ x_i ≤ high."""
+
+    low: float
+    high: float
+
+    def project(self, x: Tensor) -> Tensor:
+        """Clamp every coordinate."""
+        return x.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Simplex:
+    """All x ≥ 0 with Σx_i = 1, the weights of a mixture."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """Project by sorting (Duchi et al. 2008)."""
+        ordered = x.sort(descending=True).values
+        rank = torch.arange(1, x.numel() + 1, device=x.device, dtype=x.dtype)
+        excess = (ordered.cumsum(0) - 1) / rank
+        active = (ordered > excess).sum()
+        shift = excess.gather(0, (active - 1).unsqueeze(0))
+        return (x - shift).clamp_min(0)
+
+
+class _Modelled(Problem):
+    """What the kinds have in common: a model, perhaps a penalty, a domain and a clipping norm."""
+
+    def __init__(
+        self,
+        model: nn.Module | Tensor,
+        *,
+        penalty: Callable[[Model], Tensor] | None = None,
+        domain: Domain | None = None,
+        clip: float | None = None,
+    ) -> None:
+        if clip is not None and not clip > 0:
+            raise NestfedError(f"clip must be a norm above 0, not {clip:g}.")
+        self.flat = Flat(model)
+        self.penalty, self.domain, self.clip = penalty, domain, clip
+
+    @property
+    def x0(self) -> Tensor:
+        """The model's own parameters as one vector."""
+        return self.flat.x0
+
+    def bind(self, x: Tensor, *, train: bool = False) -> Model:
+        """Return the model at x: a callable like the user's module, or the vector itself."""
+        return self.flat.bind(x, train=train)
+
+    def module(self, x: Tensor) -> Any:
+        """Return a copy of the user's own model that holds x."""
+        return self.flat.module(x)
+
+    def examples(self, data: Batch) -> int:
+        """Count the examples that one evaluation on this batch uses."""
+        return leading(data)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the nearest point of the domain."""
+        return x if self.domain is None else self.domain.project(x)
+
+    def _with_penalty(self, value: Tensor, model: Model) -> Tensor:
+        value = _one_number("f", value)
+        return value if self.penalty is None else value + _one_number("penalty", self.penalty(model))
+
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        if self.clip is None:
+            return gradient
+        return gradient * (self.clip / gradient.norm().clamp_min(1e-30)).clamp(max=1.0)
+
+
+class _Direct(Differentiable, _Modelled):
+    """A problem whose gradient estimator is the gradient of one expression."""
+
+    @abstractmethod
+    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+        """Return the objective's estimate on this batch."""
+
+    def grad(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient of that estimate."""
+        sample = as_sample(batch)
+        with _dropout(sample):
+            gradient, value = _grad_and_value(lambda y: self.loss(y, sample.data, train=True), x, sample.eager)
+        sample.tape.note(self.examples(sample.data), value)
+        return self._clipped(gradient)
+
+
+def _one_number(name: str, value: Tensor) -> Tensor:
+    if value.dim() != 0:
+        raise NestfedError(f"{name} must return one number for a batch, not a tensor of shape {tuple(value.shape)}.")
+    return value
+
+
+def _dropout(sample: Sample) -> AbstractContextManager[Any]:
+    return nullcontext() if sample.key is None else KeyedDropout(sample.key)
+
+
+def _grad_and_value(function: Callable[[Tensor], Tensor], x: Tensor, eager: bool) -> tuple[Tensor, Tensor]:
+    if not eager:
+        return torch.func.grad_and_value(function)(x)  # type: ignore[no-any-return]
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value = function(leaf)
+    return torch.autograd.grad(value, leaf)[0], value.detach()
+
+
+class Minimize(_Direct):
+    """F(x) = E f(x; ξ), the plain average of losses. `f(model, batch)` returns the batch's mean loss."""
+
+    def __init__(self, f: Callable[[Model, Batch], Tensor], model: nn.Module | Tensor, **options: Any) -> None:
+        self.f = f
+        super().__init__(model, **options)
+
+    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+        """Return f on this batch."""
+        model = self.flat.bind(x, train=train)
+        return self._with_penalty(self.f(model, batch), model)
+
+
+class Conditional(_Direct):
+    """F(x) = E_ξ f_ξ(E_{η|ξ} g_η(x, ξ)).
+
+    A batch is a pair (outer, inner): b outer samples ξ, and inner samples η with leading axes (b, m), or
+    (1, m) when all outer samples look at the same inner ones. `g(model, outer, inner)` returns (b, m, …), one
+    value per pair; the library takes the mean over m, *inside* f (Eq. 3 of the FCSG paper);
+    `f(u, outer)` maps these means, (b, …), to (b,). The estimator's bias is O(1/m).
+    """
+
+    def __init__(
+        self,
+        f: Callable[[Tensor, Batch], Tensor],
+        g: Callable[[Model, Batch, Batch], Tensor],
+        model: nn.Module | Tensor,
+        **options: Any,
+    ) -> None:
+        self.f, self.g = f, g
+        super().__init__(model, **options)
+
+    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+        """Return the mean over the outer samples of f(mean over the inner samples of g)."""
+        outer, inner = batch
+        model = self.flat.bind(x, train=train)
+        values = self.g(model, outer, inner)
+        if values.dim() < 2:
+            raise NestfedError(
+                f"g must return one value per pair of outer and inner sample, shape (b, m, …), not {tuple(values.shape)}."
+            )
+        losses = self.f(values.mean(1), outer)
+        if losses.shape != values.shape[:1]:
+            raise NestfedError(
+                f"f must return one number per outer sample, shape ({len(values)},), not {tuple(losses.shape)}."
+            )
+        return self._with_penalty(losses.mean(), model)
+
+    def examples(self, data: Batch) -> int:
+        """Count outer and inner samples."""
+        return leading(data[0]) + leading(data[1], 2)
+
+
+class Compositional(_Direct, Composed):
+    """F(x) = f(E_ξ g(x; ξ)), with an inner value in R^p that does not depend on the outer sample.
+
+    A batch is a pair (outer, inner) = (ζ, ξ). `g(model, inner)` returns the batch's mean inner value, (p,);
+    `f(u, outer)` returns the outer loss at an inner value u.
+    """
+
+    def __init__(
+        self,
+        f: Callable[[Tensor, Batch], Tensor],
+        g: Callable[[Model, Batch], Tensor],
+        model: nn.Module | Tensor,
+        inner_dim: int,
+        **options: Any,
+    ) -> None:
+        self.f, self.g, self.inner_dim = f, g, inner_dim
+        super().__init__(model, **options)
+
+    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+        """Return f(g(x; ξ); ζ)."""
+        outer, inner = batch
+        model = self.flat.bind(x, train=train)
+        return self._with_penalty(self.f(self.g(model, inner), outer), model)
+
+    def examples(self, data: Batch) -> int:
+        """Count outer and inner samples."""
+        return leading(data[0]) + leading(data[1])
+
+    def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return g(x; ξ) as one row, and its pullback (to which a penalty adds its own gradient)."""
+        sample = as_sample(batch)
+
+        def value(y: Tensor) -> tuple[Tensor, Tensor]:
+            model = self.flat.bind(y)
+            return self.g(model, sample.data[1]), self._with_penalty(y.new_zeros(()), model)
+
+        with _dropout(sample):
+            (u, extra), pull = _vjp(value, x, sample.eager)
+        if u.shape != (self.inner_dim,):
+            raise NestfedError(f"g must return {self.inner_dim} values (inner_dim), not shape {tuple(u.shape)}.")
+        sample.tape.note(leading(sample.data[1]))
+        one = torch.ones_like(extra)
+        return u[None], lambda v: self._clipped(pull((v[0], one)))
+
+    def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
+        """Return ∇f(u; ζ)."""
+        sample = as_sample(batch)
+        gradient, value = _grad_and_value(lambda v: _one_number("f", self.f(v[0], sample.data[0])), u, sample.eager)
+        sample.tape.note(leading(sample.data[0]), value)
+        return gradient
+
+    def which(self, batch: Batch) -> Tensor:
+        """Return 0: there is one task."""
+        return torch.zeros(1, dtype=torch.long, device=self.x0.device)
+
+
+def _vjp(
+    function: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, eager: bool
+) -> tuple[tuple[Tensor, Tensor], Callable[[tuple[Tensor, Tensor]], Tensor]]:
+    if not eager:
+        values, pull = torch.func.vjp(function, x)
+        return values, lambda cotangents: pull(cotangents)[0]
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        values = function(leaf)
+    live = [i for i, v in enumerate(values) if v.requires_grad]
+
+    def pullback(cotangents: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.autograd.grad([values[i] for i in live], leaf, [cotangents[i] for i in live])[0]
+
+    return (values[0].detach(), values[1].detach()), pullback
+
+
+class Minimax(Saddle, _Modelled):
+    """min over θ, max over w of E f(θ, w; ξ). `f(model, w, batch)` returns the batch's mean loss."""
+
+    def __init__(
+        self,
+        f: Callable[[Model, Tensor, Batch], Tensor],
+        model: nn.Module | Tensor,
+        w0: Tensor,
+        *,
+        dual_domain: Domain | None = None,
+        **options: Any,
+    ) -> None:
+        self.f, self._w0, self.dual_domain = f, w0.detach().clone(), dual_domain
+        super().__init__(model, **options)
+
+    @property
+    def w0(self) -> Tensor:
+        """The starting point of the maximising player."""
+        return self._w0.to(self.x0)
+
+    def loss_at(self, theta: Tensor, w: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+        """Return f on this batch."""
+        model = self.flat.bind(theta, train=train)
+        return self._with_penalty(self.f(model, w, batch), model)
+
+    def grads(self, theta: Tensor, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return ∇_θ f and ∇_w f on this batch."""
+        sample = as_sample(batch)
+        with _dropout(sample):
+            if sample.eager:
+                a, b = theta.detach().requires_grad_(), w.detach().requires_grad_()
+                with torch.enable_grad():
+                    value = self.loss_at(a, b, sample.data, train=True)
+                found = torch.autograd.grad(value, (a, b), allow_unused=True)
+                # A player that the loss does not mention stands still.
+                gradients = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(found, (a, b)))
+            else:
+                gradients, value = torch.func.grad_and_value(
+                    lambda a, b: self.loss_at(a, b, sample.data, train=True), argnums=(0, 1)
+                )(theta, w)
+        sample.tape.note(self.examples(sample.data), value)
+        return self._clipped(gradients[0]), gradients[1]
+
+    def project_dual(self, w: Tensor) -> Tensor:
+        """Return the nearest point of the dual domain."""
+        return w if self.dual_domain is None else self.dual_domain.project(w)

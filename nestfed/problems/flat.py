@@ -1,0 +1,126 @@
+"""An `nn.Module` seen as one flat vector, and back, as views rather than copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from nestfed.core import NestfedError
+
+
+class Flat:
+    """The shape of a model: an `nn.Module`, or a plain vector when the user needs no module."""
+
+    def __init__(self, model: nn.Module | Tensor) -> None:
+        self.source = model
+        if isinstance(model, Tensor):
+            if model.dim() != 1 or not model.is_floating_point():
+                raise NestfedError(
+                    f"A model that is not an nn.Module must be a vector of floats, not {model.dtype} {tuple(model.shape)}."
+                )
+            self.x0 = model.detach().clone()
+            self.random = False
+            return
+        _refuse_running_statistics(model)
+        parameters = dict(model.named_parameters())
+        if not parameters:
+            raise NestfedError(f"{type(model).__name__} has no parameters to train.")
+        dtypes = {p.dtype for p in parameters.values()}
+        if len(dtypes) > 1:
+            raise NestfedError(f"All parameters must have one dtype, but {type(model).__name__} has {dtypes}.")
+        self.names = list(parameters)
+        self.shapes = [p.shape for p in parameters.values()]
+        self.sizes = [p.numel() for p in parameters.values()]
+        self.x0 = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
+        self.random = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+        self._train = _skeleton(model).train()
+        self._eval = _skeleton(model).eval()
+
+    def bind(self, x: Tensor, *, train: bool = True) -> Any:
+        """Return the model at x: a callable for a module, x itself for a vector."""
+        if isinstance(self.source, Tensor):
+            return x
+        module = self._train if train else self._eval
+        parts = torch.split(x, self.sizes)
+        values = {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes)}
+        return lambda *args, **kwargs: torch.func.functional_call(module, values, args, kwargs)
+
+    def module(self, x: Tensor) -> nn.Module | Tensor:
+        """Return a copy of the user's own model that holds x, ready for use."""
+        if isinstance(self.source, Tensor):
+            return x.detach().clone()
+        result = copy.deepcopy(self.source)
+        with torch.no_grad():
+            for parameter, part in zip(result.parameters(), torch.split(x, self.sizes)):
+                parameter.copy_(part.view_as(parameter))
+        return result.eval()
+
+    def to(self, device: torch.device) -> None:
+        """Move what the model owns beside its parameters."""
+        self.x0 = self.x0.to(device)
+        if not isinstance(self.source, Tensor):
+            for skeleton in (self._train, self._eval):
+                for module in skeleton.modules():
+                    for name, buffer in module._buffers.items():
+                        if buffer is not None:
+                            module._buffers[name] = buffer.to(device)
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """Copy a module without its parameters' memory: every call brings its own."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def _refuse_running_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False) and getattr(module, "running_mean", None) is not None:
+            raise NestfedError(
+                f"{name or 'The model'} ({type(module).__name__}) keeps running statistics, which are no parameters and "
+                "would be averaged by nobody: use GroupNorm or LayerNorm, or track_running_stats=False."
+            )
+
+
+class KeyedDropout(TorchFunctionMode):
+    """Draw dropout masks from a key instead of a global generator.
+
+    A mask is a pure function of (key, position of the call, position of the element), so that it is the same
+    vectorised or not, at both points of a variance-reduced step, and after a resume.
+    """
+
+    def __init__(self, key: Tensor) -> None:
+        super().__init__()
+        self.key = key
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace `dropout`, pass everything else."""
+        kwargs = kwargs or {}
+        if func is not nn.functional.dropout:
+            return func(*args, **kwargs)
+        return self._dropout(*args, **kwargs)
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0:
+            return x
+        self.calls += 1
+        position = torch.arange(x.numel(), device=x.device).view(x.shape)
+        bits = _mix(_mix(position + (self.calls << 40)) ^ self.key)
+        kept = ((bits >> 24) & 0xFFFFFF) >= round(p * 2**24)
+        return x * kept.to(x.dtype) / (1 - p)
+
+
+def _mix(h: Tensor) -> Tensor:
+    """Scramble 64 bits (the finaliser of SplitMix64; `&` makes torch's arithmetic shift a logical one)."""
+    h = (h ^ ((h >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    h = (h ^ ((h >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return h ^ ((h >> 31) & 0x1FFFFFFFF)

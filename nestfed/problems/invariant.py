@@ -1,0 +1,93 @@
+"""Invariant logistic regression (FCSG paper, section 5.1): synthetic, with noise inside the logistic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nestfed.core import Batch, NestfedError
+from nestfed.data.random import Purpose, Streams
+from nestfed.problems.base import Conditional
+
+
+@dataclass(frozen=True)
+class InvariantClients:
+    """Clients that draw ξ = (a, b), a ~ N(0, σ1²I), b = sign(aᵀx*), and m inner samples η ~ N(a, σ2²I) each.
+
+    x* is common and random; every client has its own random stream.
+    """
+
+    clients: int = 16
+    dim: int = 10
+    ratio: float = 1.0
+    """σ2/σ1; σ1 is 1."""
+    inner: int = 10
+    outer: int = 1
+    seed: int | None = field(default=None, kw_only=True)
+    dtype: torch.dtype = field(default=torch.float32, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("clients", "dim", "inner", "outer"):
+            if getattr(self, name) < 1:
+                raise NestfedError(f"invariant: {name} must be at least 1, not {getattr(self, name)}.")
+        if not self.ratio >= 0:
+            raise NestfedError(f"invariant: ratio must be at least 0, not {self.ratio:g}.")
+        object.__setattr__(self, "_streams", Streams(self.seed or 0))
+        truth = self._streams.at(Purpose.PROBLEM, 0, 0).standard_normal(self.dim)  # type: ignore[attr-defined]
+        object.__setattr__(self, "truth", torch.tensor(truth, dtype=self.dtype))
+
+    def __len__(self) -> int:
+        return self.clients
+
+    def seeded(self, seed: int) -> Self:
+        """Return these clients with this seed, unless they were given one of their own."""
+        return self if self.seed is not None else replace(self, seed=seed)
+
+    def _normal(self, n: int, t: int) -> np.ndarray:
+        count = self.outer * (1 + self.inner)
+        generator = self._streams.at(Purpose.BATCH, n, t)  # type: ignore[attr-defined]
+        return generator.standard_normal((count, self.dim), dtype=np.float32)
+
+    def sample(self, n: int, t: int) -> Batch:
+        """Return client n's (outer, inner) at iteration t."""
+        (a, b), (eta,) = self.draw([n], range(t, t + 1))[0]
+        return (a[0], b[0]), (eta[0],)
+
+    def draw(self, ns: Sequence[int], ts: range) -> list[Batch]:
+        """Draw for several clients and iterations at once."""
+        noise = torch.from_numpy(np.stack([[self._normal(n, t) for n in ns] for t in ts])).to(self.dtype)
+        a = noise[:, :, : self.outer]
+        b = torch.sign(a @ self.truth)  # type: ignore[attr-defined]
+        spread = noise[:, :, self.outer :].view(*a.shape[:3], self.inner, self.dim)
+        eta = a.unsqueeze(-2) + self.ratio * spread
+        return [((a[i], b[i]), (eta[i],)) for i in range(len(ts))]
+
+    def test_set(self, examples: int = 50_000) -> tuple[Tensor, Tensor]:
+        """Return outer samples (a, b) that no client draws."""
+        generator = self._streams.at(Purpose.PROBLEM, 1, 0)  # type: ignore[attr-defined]
+        a = torch.from_numpy(generator.standard_normal((examples, self.dim), dtype=np.float32)).to(self.dtype)
+        return a, torch.sign(a @ self.truth)  # type: ignore[attr-defined]
+
+
+class InvariantLogistic(Conditional):
+    """E log(1 + exp(−b·E_η[ηᵀx])) + λΣγx_i²/(1+γx_i²): the mean over η is inside the logistic."""
+
+    def __init__(self, start: Tensor, *, lam: float = 0.001, gamma: float = 10.0) -> None:
+        super().__init__(
+            f=lambda u, outer: F.softplus(-outer[1] * u),
+            g=lambda x, outer, inner: inner[0] @ x,
+            model=start,
+            penalty=lambda x: lam * (gamma * x**2 / (1 + gamma * x**2)).sum(),
+        )
+
+
+def accuracy(x: Tensor, test: tuple[Tensor, Tensor]) -> float:
+    """Return the share of outer samples whose sign x tells."""
+    a, b = test
+    return float((torch.sign(a @ x) == b).double().mean())

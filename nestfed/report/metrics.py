@@ -1,0 +1,276 @@
+"""How good the scores are: on rows in one place, and over clients that share only counts.
+
+Conventions, everywhere in this file. ``scores`` are logits, or anything increasing in them for the ranking
+metrics. Binary ``labels`` are 0/1 (or −1/+1, or booleans). A value that does not exist is NaN and not an
+error: a client that holds one class is ordinary in federated data, and a model that has diverged to NaN
+should show as a gap in a curve, not end the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import stdtrit  # type: ignore[import-untyped]
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from nestfed.core import NestfedError
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+# ----------------------------------------------------------------------------------- rows in one place
+
+
+def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
+    """Area under the ROC curve, ties counting ½; NaN unless both classes are present."""
+    s, y = _scored(scores, labels)
+    if np.isnan(s).any() or y.all() or not y.any():
+        return float("nan")
+    return float(roc_auc_score(y, _ranks(s)))
+
+
+def average_precision(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
+    """Average precision Σ (R_i − R_{i−1})·P_i over distinct scores; NaN without positives."""
+    s, y = _scored(scores, labels)
+    if np.isnan(s).any() or not y.any():
+        return float("nan")
+    return float(average_precision_score(y, _ranks(s)))
+
+
+def accuracy(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
+    """Share of right answers: of logits > 0 when scores are (n,), of the largest logit when they are (n, C)."""
+    s = np.asarray(scores, dtype=np.float64)
+    if s.ndim == 2:
+        logits, classes = _classified(s, labels)
+        right = logits.argmax(axis=1) == classes
+    else:
+        s, y = _scored(s, labels)
+        right = (s > 0) == y
+    # NaN compares as false and would count as a confident "negative".
+    return float("nan") if np.isnan(s).any() or not len(s) else float(right.mean())
+
+
+def log_loss(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
+    """Mean cross-entropy in nats of logits (n,) or (n, C); exact for large logits, where probabilities clip."""
+    s = np.asarray(scores, dtype=np.float64)
+    with np.errstate(invalid="ignore"):  # logits that are NaN, or several infinite ones, give NaN quietly
+        if s.ndim == 2:
+            logits, classes = _classified(s, labels)
+            losses = np.logaddexp.reduce(logits, axis=1) - logits[np.arange(len(logits)), classes]
+        else:
+            s, y = _scored(s, labels)
+            losses = np.logaddexp(0.0, np.where(y, -s, s))
+    return float(losses.mean()) if len(losses) else float("nan")
+
+
+def perplexity(loss: float) -> float:
+    """Perplexity of a language model whose mean cross-entropy per word, in nats, is ``loss``."""
+    with np.errstate(over="ignore"):  # a diverged model has perplexity inf
+        return float(np.exp(loss))
+
+
+# --------------------------------------------------------------------------------- value and certainty
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value known to lie between ``low`` and ``high``."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """The largest possible distance between ``value`` and the truth."""
+        return max(self.high - self.value, self.value - self.low)
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ± {self.error:.2g}"
+
+
+def confidence_interval(values: npt.ArrayLike, level: float = 0.95) -> Estimate:
+    """Mean of independent values with Student's t interval, which for many values is the normal one.
+
+    One value says nothing about its spread: its interval is the whole line.
+    """
+    v = np.asarray(values, dtype=np.float64).ravel()
+    if not 0 < level < 1:
+        raise NestfedError(f"confidence_interval: level must lie strictly between 0 and 1, not {level}.")
+    if not len(v):
+        raise NestfedError("confidence_interval: there are no values; give at least one.")
+    mean = float(v.mean())
+    if len(v) == 1:
+        return Estimate(mean, float("-inf"), float("inf"))
+    half = float(stdtrit(len(v) - 1, (1 + level) / 2) * v.std(ddof=1) / np.sqrt(len(v)))
+    return Estimate(mean, mean - half, mean + half)
+
+
+# ------------------------------------------------------------------------------- clients that share counts
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreHistogram:
+    """Counts of scores by class on a grid that all clients share, so that counts of clients may be added.
+
+    The AUROC and the average precision over all clients follow from the sum, without sharing rows. (They are
+    not the averages of the clients' own values: those never compare a patient of one hospital with a patient
+    of another.) Inside a bin the order of the scores is unknown. The estimate treats them as tied, as the
+    metric itself does with equal scores; ``low`` and ``high`` are its values in the worst and the best order,
+    so the bounds are certain (up to rounding in the last digits), and attained.
+
+    The grid, unless a ``range`` is given, is even in the squashed score s/(1+|s|), which fits the logits of
+    any model: bins are 2/bins·(1+|s|)² wide, and the bounds tell when that is too coarse. Its edges need only
+    IEEE additions and divisions, so every machine has the same ones to the last bit, and a score is compared
+    with the edges themselves, so rounding cannot put two scores in the wrong order. With a ``range`` the grid
+    is even in the score, and what lies outside counts in the first or last bin, which the bounds allow for.
+
+    Privacy: a fine histogram of few examples is close to a list of their scores and labels. Add histograms
+    under secure aggregation, or use fewer bins, where that matters.
+    """
+
+    positives: Counts
+    negatives: Counts
+    range: tuple[float, float] | None = None
+    unscored: int = 0
+    """Examples whose score is NaN; a single one makes every estimate NaN, as it does on rows."""
+
+    @classmethod
+    def of(
+        cls,
+        scores: npt.ArrayLike,
+        labels: npt.ArrayLike,
+        bins: int = 4096,
+        range: tuple[float, float] | None = None,
+    ) -> ScoreHistogram:
+        """Count the scores of one client; ``bins`` and ``range`` must be the same for all."""
+        s, y = _scored(scores, labels)
+        range = None if range is None else (float(range[0]), float(range[1]))  # a list from TOML is welcome
+        unscored = np.isnan(s)
+        place = np.searchsorted(_edges(bins, range), s[~unscored], side="right")
+        y = y[~unscored]
+        return cls(
+            np.bincount(place[y], minlength=bins),
+            np.bincount(place[~y], minlength=bins),
+            range,
+            int(unscored.sum()),
+        )
+
+    def __add__(self, other: ScoreHistogram) -> ScoreHistogram:
+        if not isinstance(other, ScoreHistogram):
+            return NotImplemented
+        if len(self.positives) != len(other.positives) or self.range != other.range:
+            raise NestfedError(
+                f"Histograms on different grids cannot be added ({len(self.positives)} bins, range {self.range}; "
+                f"{len(other.positives)} bins, range {other.range}): use the same bins and range for all clients."
+            )
+        return ScoreHistogram(
+            self.positives + other.positives,
+            self.negatives + other.negatives,
+            self.range,
+            self.unscored + other.unscored,
+        )
+
+    def __radd__(self, other: int) -> ScoreHistogram:
+        # So that sum(histograms) works, which starts from 0.
+        return self if other == 0 else NotImplemented
+
+    def auroc(self) -> Estimate:
+        """Pooled AUROC: (Σ_b pos_b·(neg below b + ½ neg_b)) / PN, to within ½ Σ_b pos_b·neg_b / PN."""
+        # Floats, because the number of pairs of a large federation may overflow an int64.
+        pos, neg = self.positives.astype(np.float64), self.negatives.astype(np.float64)
+        pairs = pos.sum() * neg.sum()
+        if not pairs or self.unscored:
+            return _UNKNOWN
+        won = float(pos @ (np.cumsum(neg) - neg) / pairs)
+        tied = float(pos @ neg / pairs)
+        return Estimate(won + tied / 2, won, won + tied)
+
+    def average_precision(self) -> Estimate:
+        """Pooled average precision, with the bounds of the worst and the best order inside each bin.
+
+        Worst: the bin's negatives first, then its positives one by one. Best: its positives first, and all
+        tied, for then each of them is credited with the precision after the last.
+        """
+        pos, neg = self.positives[::-1], self.negatives[::-1]  # the highest scores first
+        if not pos.any() or self.unscored:
+            return _UNKNOWN
+        true = np.repeat(np.cumsum(pos), pos)  # at the end of the bin, once for each positive in it
+        false = np.repeat(np.cumsum(neg), pos)
+        false_before = np.repeat(np.cumsum(neg) - neg, pos)
+        rank = np.arange(1, pos.sum() + 1)
+        return Estimate(
+            float(np.mean(true / (true + false))),
+            float(np.mean(rank / (rank + false))),
+            float(np.mean(true / (true + false_before))),
+        )
+
+    def roc_curve(self) -> tuple[Floats, Floats]:
+        """False and true positive rates, from (0, 0) to (1, 1), one point after each bin that holds a score."""
+        used, true, false = self._cumulated()
+        with np.errstate(invalid="ignore"):  # 0/0 where a class is missing is NaN, as promised above
+            return np.r_[0, false[used]] / false[-1], np.r_[0, true[used]] / true[-1]
+
+    def pr_curve(self) -> tuple[Floats, Floats]:
+        """Recall and precision, recall increasing; Σ (R_i − R_{i−1})·P_i is the estimated average precision."""
+        used, true, false = self._cumulated()
+        with np.errstate(invalid="ignore"):
+            return true[used] / true[-1], true[used] / (true + false)[used]
+
+    def _cumulated(self) -> tuple[npt.NDArray[np.bool_], Floats, Floats]:
+        pos, neg = self.positives[::-1], self.negatives[::-1]
+        return pos + neg > 0, np.cumsum(pos, dtype=np.float64), np.cumsum(neg, dtype=np.float64)
+
+
+_UNKNOWN = Estimate(float("nan"), float("nan"), float("nan"))
+
+
+@lru_cache(maxsize=8)
+def _edges(bins: int, range: tuple[float, float] | None) -> Floats:
+    """The bins−1 inner edges; the outer bins have no end."""
+    if bins < 2:
+        raise NestfedError(f"ScoreHistogram: bins must be at least 2, not {bins}.")
+    edges: Floats
+    inner = np.arange(1, bins) / bins
+    if range is None:
+        squashed = 2 * inner - 1
+        edges = squashed / (1 - np.abs(squashed))
+    else:
+        low, high = range
+        if not -np.inf < low < high < np.inf:
+            raise NestfedError(f"ScoreHistogram: range must be (low, high) with low < high, not {range}.")
+        edges = low + inner * (high - low)
+    edges.setflags(write=False)  # the cache hands the same array to everyone
+    return edges
+
+
+# ------------------------------------------------------------------------------------------ small helpers
+
+
+def _ranks(scores: Floats) -> Counts:
+    # The metrics only use the order; ranks spare scikit-learn infinite scores and differences that underflow.
+    ranks: Counts = np.unique(scores, return_inverse=True)[1]
+    return ranks
+
+
+def _scored(scores: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    s, y = np.asarray(scores, dtype=np.float64), np.asarray(labels)
+    if s.ndim != 1 or s.shape != y.shape:
+        raise NestfedError(
+            f"Binary metrics need one score and one label per example, not shapes {s.shape} and {y.shape}."
+        )
+    if not (np.isin(y, [0, 1]).all() or np.isin(y, [-1, 1]).all()):
+        raise NestfedError(f"Binary labels must be 0/1 or -1/+1, not {np.unique(y)[:5].tolist()}.")
+    return s, y > 0
+
+
+def _classified(logits: Floats, labels: npt.ArrayLike) -> tuple[Floats, Counts]:
+    y = np.asarray(labels)
+    if y.shape != logits.shape[:1]:
+        raise NestfedError(f"Logits of shape {logits.shape} need {len(logits)} labels, not shape {y.shape}.")
+    if y.dtype.kind not in "iu" or (len(y) and not 0 <= y.min() <= y.max() < logits.shape[1]):
+        raise NestfedError(f"Labels must be whole numbers from 0 to {logits.shape[1] - 1}, one per class.")
+    return logits, y.astype(np.int64)

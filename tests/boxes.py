@@ -1,0 +1,888 @@
+"""The boxes of the papers, transcribed one by one in plain numpy with explicit loops.
+
+Written from the pseudo-code alone, without the library: tests compare the library with these.
+
+What holds for all of them
+- `grad(n, t, x)` is client n's stochastic gradient on the batch B_t that it draws at iteration t, so
+  `grad(n, t, y)` is the same batch at another point. The line "Initialize" of a box is iteration 0.
+- Iterations 0 … T−1 are run. X has shape (T+1, N, d): X[0] is the common start and X[t+1] holds every
+  client's x after iteration t, after averaging if (t+1) % q == 0. Other variables come in a dict with the
+  same layout; what is not defined before iteration 0 (an estimator, a tracked value) is zero there.
+- FAFED and STEM synchronise after the estimate at iterations t with t % q == 0 and move after that. Their
+  arrays have shape (T, N, d): X[t] is the point of iteration t, averaged if t % q == 0.
+- A step size or weight is a number or a function of the iteration t (0, 1, …) that uses it. A box that
+  starts counting at 1 after "Initialize" moves at its t with what belongs to iteration t−1.
+- The estimate that a box makes after its last move is never used and not made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Array = np.ndarray
+Schedule = float | Callable[[int], float]
+Grad = Callable[[int, int, Array], Array]
+MinimaxGrad = Callable[[int, int, Array, Array], tuple[Array, Array]]
+TaskMap = Callable[[int, int, int, Array], Array]
+
+
+def at(value: Schedule, t: int) -> float:
+    """The value of a number or schedule at iteration t."""
+    return value(t) if callable(value) else value
+
+
+def everywhere(v: Array, N: int) -> Array:
+    """The same vector at all N clients."""
+    return np.stack([np.array(v, dtype=float) for _ in range(N)])
+
+
+def averaged(v: Array) -> Array:
+    """Every client receives the mean over clients."""
+    mean = np.zeros_like(v[0])
+    for n in range(len(v)):
+        mean = mean + v[n]
+    return everywhere(mean / len(v), len(v))
+
+
+# --- Conditional stochastic optimisation (Wu et al. 2023, "Federated Conditional Stochastic Optimization") ---
+
+
+def fcsg(grad: Grad, x0: Array, N: int, q: int, T: int, alpha: Schedule) -> Array:
+    """FCSG: Algorithm 1 with line 14."""
+    x = everywhere(x0, N)
+    u = np.zeros_like(x)
+    X = [x.copy()]
+    for n in range(N):
+        u[n] = grad(n, 0, x[n])  # 2
+    for t in range(1, T + 1):  # 3
+        for n in range(N):  # 4
+            x[n] = x[n] - at(alpha, t - 1) * u[n]  # 9, inside 8
+        if t % q == 0:  # 5
+            u = averaged(u)  # 7, overwritten by 14 before it is used
+            x = averaged(x)  # 8
+        X.append(x.copy())
+        if t < T:
+            for n in range(N):
+                u[n] = grad(n, t, x[n])  # 14
+    return np.array(X)
+
+
+def fcsg_m(grad: Grad, x0: Array, N: int, q: int, T: int, alpha: Schedule, beta: Schedule) -> dict[str, Array]:
+    """FCSG-M: Algorithm 1 with line 15."""
+    x = everywhere(x0, N)
+    u = np.zeros_like(x)
+    X, U = [x.copy()], [u.copy()]
+    for n in range(N):
+        u[n] = grad(n, 0, x[n])  # 2
+    for t in range(1, T + 1):  # 3
+        for n in range(N):  # 4
+            x[n] = x[n] - at(alpha, t - 1) * u[n]  # 9, inside 8
+        if t % q == 0:  # 5
+            u = averaged(u)  # 7
+            x = averaged(x)  # 8
+        X.append(x.copy())
+        U.append(u.copy())
+        if t < T:
+            for n in range(N):
+                u[n] = (1 - at(beta, t)) * u[n] + at(beta, t) * grad(n, t, x[n])  # 15
+    return {"x": np.array(X), "u": np.array(U)}
+
+
+def acc_fcsg_m(grad: Grad, x0: Array, N: int, q: int, T: int, alpha: Schedule, beta: Schedule) -> dict[str, Array]:
+    """Acc-FCSG-M: Algorithm 2."""
+    x = everywhere(x0, N)
+    u = np.zeros_like(x)
+    X, U = [x.copy()], [u.copy()]
+    for n in range(N):
+        u[n] = grad(n, 0, x[n])  # 2
+    for t in range(1, T + 1):  # 3
+        previous = x.copy()  # x_{t-1}, where the last estimate was made
+        for n in range(N):  # 4
+            x[n] = x[n] - at(alpha, t - 1) * u[n]  # 9, inside 8
+        if t % q == 0:  # 5
+            u = averaged(u)  # 7
+            x = averaged(x)  # 8
+        X.append(x.copy())
+        U.append(u.copy())
+        if t < T:
+            for n in range(N):
+                u[n] = grad(n, t, x[n]) + (1 - at(beta, t)) * (u[n] - grad(n, t, previous[n]))  # 14
+    return {"x": np.array(X), "u": np.array(U)}
+
+
+def bsgd(grad: Grad, x0: Array, T: int, alpha: Schedule) -> Array:
+    """BSGD (Hu et al. 2020): one machine, called client 0."""
+    x = everywhere(x0, 1)
+    X = [x.copy()]
+    for t in range(T):
+        x[0] = x[0] - at(alpha, t) * grad(0, t, x[0])
+        X.append(x.copy())
+    return np.array(X)
+
+
+def bspiderboost(grad: Grad, x0: Array, q: int, T: int, alpha: Schedule) -> dict[str, Array]:
+    """BSpiderBoost (Hu et al. 2020): one machine; the caller makes batch t large when t % q == 0."""
+    x = everywhere(x0, 1)
+    u = np.zeros_like(x)
+    previous = x.copy()
+    X, U = [x.copy()], [u.copy()]
+    for t in range(T):
+        if t % q == 0:
+            u[0] = grad(0, t, x[0])
+        else:
+            u[0] = u[0] + grad(0, t, x[0]) - grad(0, t, previous[0])
+        previous = x.copy()
+        x[0] = x[0] - at(alpha, t) * u[0]
+        X.append(x.copy())
+        U.append(u.copy())
+    return {"x": np.array(X), "u": np.array(U)}
+
+
+# --- Compositional optimisation (Gao, Li, Huang 2022, Local-SCGDM); g and jac use ξ_t, outer uses ζ_t ---
+
+
+def local_bsgd(g: Grad, jac: Grad, outer: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule) -> dict[str, Array]:
+    """Local-BSGD (= Local-MAML): the inner value is that of the current batch."""
+    x = everywhere(x0, N)
+    X = [x.copy()]
+    for t in range(T):
+        for n in range(N):
+            u = g(n, t, x[n])
+            z = jac(n, t, x[n]).T @ outer(n, t, u)
+            x[n] = x[n] - at(eta, t) * z
+        if (t + 1) % q == 0:
+            x = averaged(x)
+        X.append(x.copy())
+    return {"x": np.array(X)}
+
+
+def local_scgd(
+    g: Grad, jac: Grad, outer: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, gamma: Schedule
+) -> dict[str, Array]:
+    """Local-SCGD: a moving average u of the inner value; x and u are averaged."""
+    x = everywhere(x0, N)
+    p = len(g(0, 0, x[0]))
+    u = np.zeros((N, p))
+    X, U = [x.copy()], [u.copy()]
+    for t in range(T):
+        for n in range(N):
+            if t == 0:
+                u[n] = g(n, t, x[n])
+            else:
+                u[n] = (1 - at(gamma, t)) * u[n] + at(gamma, t) * g(n, t, x[n])
+            z = jac(n, t, x[n]).T @ outer(n, t, u[n])  # with the new u
+            x[n] = x[n] - at(eta, t) * z
+        if (t + 1) % q == 0:
+            u = averaged(u)
+            x = averaged(x)
+        X.append(x.copy())
+        U.append(u.copy())
+    return {"x": np.array(X), "u": np.array(U)}
+
+
+def scgd(g: Grad, jac: Grad, outer: Grad, x0: Array, T: int, eta: Schedule, gamma: Schedule) -> dict[str, Array]:
+    """SCGD (Wang, Fang, Liu 2017): one machine, called client 0."""
+    x = everywhere(x0, 1)
+    u = np.zeros((1, len(g(0, 0, x[0]))))
+    X, U = [x.copy()], [u.copy()]
+    for t in range(T):
+        weight = 1.0 if t == 0 else at(gamma, t)
+        u[0] = (1 - weight) * u[0] + weight * g(0, t, x[0])
+        x[0] = x[0] - at(eta, t) * (jac(0, t, x[0]).T @ outer(0, t, u[0]))
+        X.append(x.copy())
+        U.append(u.copy())
+    return {"x": np.array(X), "u": np.array(U)}
+
+
+def local_scgdm(
+    g: Grad,
+    jac: Grad,
+    outer: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    alpha: float,
+    beta: float,
+    gamma: float,
+) -> dict[str, Array]:
+    """Local-SCGDM: Algorithm 1; the box's K and p are N and q here."""
+    x = everywhere(x0, N)
+    p = len(g(0, 0, x[0]))
+    u, m = np.zeros((N, p)), np.zeros_like(x)
+    X, U, M = [x.copy()], [u.copy()], [m.copy()]
+    for t in range(T):  # 1
+        e = at(eta, t)
+        for n in range(N):
+            if t == 0:  # 2
+                u[n] = g(n, t, x[n])  # 3
+                z = jac(n, t, x[n]).T @ outer(n, t, u[n])  # 4
+                m[n] = z  # 5
+            else:
+                u[n] = (1 - gamma * e) * u[n] + gamma * e * g(n, t, x[n])  # 7
+                z = jac(n, t, x[n]).T @ outer(n, t, u[n])  # 8
+                m[n] = (1 - alpha * e) * m[n] + alpha * e * z  # 9
+            x[n] = x[n] - beta * e * m[n]  # 11
+        if (t + 1) % q == 0:  # 12
+            u = averaged(u)  # 13
+            m = averaged(m)  # 14
+            x = averaged(x)  # 15
+        X.append(x.copy())
+        U.append(u.copy())
+        M.append(m.copy())
+    return {"x": np.array(X), "u": np.array(U), "m": np.array(M)}
+
+
+def local_scgdm_tasks(
+    tasks: Callable[[int, int], Sequence[int]],
+    g: TaskMap,
+    jac: TaskMap,
+    outer: TaskMap,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    alpha: float,
+    beta: float,
+    gamma: float,
+) -> dict[str, Array]:
+    """Local-SCGDM on several tasks per iteration with one shared inner state s.
+
+    `tasks(n, t)` are the tasks that client n samples at iteration t; `g(n, t, i, x)` and so on are task i's.
+    u_i = (1−γη)s + γη g_i(x), a gradient from each u_i, the new s is the mean of the u_i.
+    """
+    x = everywhere(x0, N)
+    p = len(g(0, 0, tasks(0, 0)[0], x[0]))
+    u, m = np.zeros((N, p)), np.zeros_like(x)
+    X, U, M = [x.copy()], [u.copy()], [m.copy()]
+    for t in range(T):  # 1
+        c = 1.0 if t == 0 else gamma * at(eta, t)  # 3 or 7
+        a = 1.0 if t == 0 else alpha * at(eta, t)  # 5 or 9
+        for n in range(N):
+            sampled = tasks(n, t)
+            state = np.zeros(p)
+            z = np.zeros_like(x[n])
+            for i in sampled:
+                u_i = (1 - c) * u[n] + c * g(n, t, i, x[n])  # 3, 7
+                z = z + jac(n, t, i, x[n]).T @ outer(n, t, i, u_i)  # 4, 8
+                state = state + u_i
+            u[n] = state / len(sampled)
+            m[n] = (1 - a) * m[n] + a * z / len(sampled)  # 5, 9
+            x[n] = x[n] - beta * at(eta, t) * m[n]  # 11
+        if (t + 1) % q == 0:  # 12
+            u = averaged(u)  # 13
+            m = averaged(m)  # 14
+            x = averaged(x)  # 15
+        X.append(x.copy())
+        U.append(u.copy())
+        M.append(m.copy())
+    return {"x": np.array(X), "u": np.array(U), "m": np.array(M)}
+
+
+def local_scgdm_own_tasks(
+    tasks: Callable[[int, int], Sequence[int]],
+    g: TaskMap,
+    jac: TaskMap,
+    outer: TaskMap,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    alpha: float,
+    beta: float,
+    gamma: float,
+    n_tasks: int,
+) -> dict[str, Array]:
+    """Local-SCGDM with one inner state per task, as in its sine-wave experiment: u stays on its client.
+
+    `tasks(n, t)` are the tasks (0 … n_tasks−1) that client n samples at iteration t. A task's state is refreshed when
+    it is sampled, the first time with weight 1; the momentum's weight is 1 at iteration 0.
+    """
+    x = everywhere(x0, N)
+    p = len(g(0, 0, tasks(0, 0)[0], x[0]))
+    u, m = np.zeros((N, n_tasks, p)), np.zeros_like(x)
+    seen = np.zeros((N, n_tasks), dtype=bool)
+    X, U, M = [x.copy()], [u.copy()], [m.copy()]
+    for t in range(T):  # 1
+        e = at(eta, t)
+        for n in range(N):
+            z = np.zeros_like(x[n])
+            sampled = tasks(n, t)
+            for i in sampled:
+                if not seen[n, i]:
+                    u[n, i] = g(n, t, i, x[n])  # 3
+                else:
+                    u[n, i] = (1 - gamma * e) * u[n, i] + gamma * e * g(n, t, i, x[n])  # 7
+                seen[n, i] = True
+                z = z + jac(n, t, i, x[n]).T @ outer(n, t, i, u[n, i]) / len(sampled)  # 4, 8
+            if t == 0:  # 2
+                m[n] = z  # 5
+            else:
+                m[n] = (1 - alpha * e) * m[n] + alpha * e * z  # 9
+            x[n] = x[n] - beta * e * m[n]  # 11
+        if (t + 1) % q == 0:  # 12
+            m = averaged(m)  # 14
+            x = averaged(x)  # 15
+        X.append(x.copy())
+        U.append(u.copy())
+        M.append(m.copy())
+    return {"x": np.array(X), "u": np.array(U), "m": np.array(M)}
+
+
+def local_moml(
+    tasks: Callable[[int, int], Sequence[int]],
+    g: TaskMap,
+    jac: TaskMap,
+    outer: TaskMap,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    beta: Schedule,
+    n_tasks: int,
+) -> dict[str, Array]:
+    """Local-MOML: one inner state per task, kept on its client and refreshed only when it is sampled.
+
+    `tasks(n, t)` are the tasks (0 … n_tasks−1) that client n samples at iteration t. The returned "u" has
+    shape (T+1, N, n_tasks, p) and is zero for a task that was never sampled.
+    """
+    x = everywhere(x0, N)
+    p = len(g(0, 0, tasks(0, 0)[0], x[0]))
+    u = np.zeros((N, n_tasks, p))
+    seen = np.zeros((N, n_tasks), dtype=bool)
+    X, U = [x.copy()], [u.copy()]
+    for t in range(T):
+        for n in range(N):
+            sampled = tasks(n, t)
+            z = np.zeros_like(x[n])
+            for i in sampled:
+                weight = at(beta, t) if seen[n, i] else 1.0
+                u[n, i] = (1 - weight) * u[n, i] + weight * g(n, t, i, x[n])
+                seen[n, i] = True
+                z = z + jac(n, t, i, x[n]).T @ outer(n, t, i, u[n, i])
+            x[n] = x[n] - at(eta, t) * z / len(sampled)
+        if (t + 1) % q == 0:
+            x = averaged(x)
+        X.append(x.copy())
+        U.append(u.copy())
+    return {"x": np.array(X), "u": np.array(U)}
+
+
+# --- Minimax: grad(n, t, theta, w) returns (∇_θ f, ∇_w f) on B_t ---
+
+
+def local_sgda(
+    grad: MinimaxGrad,
+    theta0: Array,
+    w0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta_theta: Schedule,
+    eta_w: Schedule,
+) -> dict[str, Array]:
+    """Local SGDA (Deng and Mahdavi 2021): both gradients at the old point."""
+    theta, w = everywhere(theta0, N), everywhere(w0, N)
+    H, W = [theta.copy()], [w.copy()]
+    for t in range(T):
+        for n in range(N):
+            g_theta, g_w = grad(n, t, theta[n], w[n])
+            theta[n] = theta[n] - at(eta_theta, t) * g_theta
+            w[n] = w[n] + at(eta_w, t) * g_w
+        if (t + 1) % q == 0:
+            theta, w = averaged(theta), averaged(w)
+        H.append(theta.copy())
+        W.append(w.copy())
+    return {"theta": np.array(H), "w": np.array(W)}
+
+
+def momentum_local_sgda(
+    grad: MinimaxGrad,
+    theta0: Array,
+    w0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta_theta: Schedule,
+    eta_w: Schedule,
+    a: Schedule,
+    beta: float,
+) -> dict[str, Array]:
+    """Momentum Local SGDA (Sharma et al. 2022): iteration 0 only estimates, later ones move, then estimate."""
+    theta, w = everywhere(theta0, N), everywhere(w0, N)
+    d_theta, d_w = np.zeros_like(theta), np.zeros_like(w)
+    H, W, DH, DW = [theta.copy()], [w.copy()], [d_theta.copy()], [d_w.copy()]
+    for t in range(T):
+        for n in range(N):
+            if t == 0:
+                d_theta[n], d_w[n] = grad(n, t, theta[n], w[n])
+            else:
+                theta[n] = theta[n] - at(a, t) * at(eta_theta, t) * d_theta[n]
+                w[n] = w[n] + at(a, t) * at(eta_w, t) * d_w[n]
+                g_theta, g_w = grad(n, t, theta[n], w[n])
+                d_theta[n] = (1 - at(a, t) * beta) * d_theta[n] + at(a, t) * beta * g_theta
+                d_w[n] = (1 - at(a, t) * beta) * d_w[n] + at(a, t) * beta * g_w
+        if (t + 1) % q == 0:
+            theta, w = averaged(theta), averaged(w)
+            d_theta, d_w = averaged(d_theta), averaged(d_w)
+        H.append(theta.copy())
+        W.append(w.copy())
+        DH.append(d_theta.copy())
+        DW.append(d_w.copy())
+    return {"theta": np.array(H), "w": np.array(W), "d_theta": np.array(DH), "d_w": np.array(DW)}
+
+
+def stage(t: int, T0: int) -> tuple[int, int]:
+    """The stage s of iteration t and the stage's first iteration; stage s lasts T0·3^s iterations."""
+    s, first = 0, 0
+    while t >= first + T0 * 3**s:
+        first += T0 * 3**s
+        s += 1
+    return s, first
+
+
+def coda(
+    grad: MinimaxGrad,
+    dual: Callable[[int, int, Array], Array],
+    theta0: Array,
+    w0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta0: float,
+    gamma: float,
+    T0: int,
+) -> dict[str, Array]:
+    """CODA (Guo et al. 2020); T0 is a multiple of q.
+
+    The first iteration of every stage but the first estimates w afresh by `dual(n, t, theta)`, leaves θ, and
+    is followed by a synchronisation of its own.
+    """
+    assert T0 % q == 0
+    theta, w = everywhere(theta0, N), everywhere(w0, N)
+    reference = theta.copy()
+    H, W = [theta.copy()], [w.copy()]
+    for t in range(T):
+        s, first = stage(t, T0)
+        eta = eta0 / 3**s
+        if t == first:
+            reference = averaged(theta)
+        if t == first and s >= 1:
+            for n in range(N):
+                w[n] = dual(n, t, theta[n])
+            theta, w = averaged(theta), averaged(w)
+        else:
+            for n in range(N):
+                g_theta, g_w = grad(n, t, theta[n], w[n])
+                theta[n] = theta[n] - eta * (g_theta + (theta[n] - reference[n]) / gamma)
+                w[n] = w[n] + eta * g_w
+        if (t + 1) % q == 0:
+            theta, w = averaged(theta), averaged(w)
+        H.append(theta.copy())
+        W.append(w.copy())
+    return {"theta": np.array(H), "w": np.array(W)}
+
+
+def coda_plus(
+    grad: MinimaxGrad,
+    theta0: Array,
+    w0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta0: float,
+    gamma: float,
+    T0: int,
+) -> dict[str, Array]:
+    """CODA+ (Yuan et al. 2021): CODA's stages without the fresh w and its synchronisation."""
+    assert T0 % q == 0
+    theta, w = everywhere(theta0, N), everywhere(w0, N)
+    reference = theta.copy()
+    H, W = [theta.copy()], [w.copy()]
+    for t in range(T):
+        s, first = stage(t, T0)
+        eta = eta0 / 3**s
+        if t == first:
+            reference = averaged(theta)
+        for n in range(N):
+            g_theta, g_w = grad(n, t, theta[n], w[n])
+            theta[n] = theta[n] - eta * (g_theta + (theta[n] - reference[n]) / gamma)
+            w[n] = w[n] + eta * g_w
+        if (t + 1) % q == 0:
+            theta, w = averaged(theta), averaged(w)
+        H.append(theta.copy())
+        W.append(w.copy())
+    return {"theta": np.array(H), "w": np.array(W)}
+
+
+def codasca(
+    grad: MinimaxGrad,
+    theta0: Array,
+    w0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta0: float,
+    gamma: float,
+    T0: int,
+    eta_g: float = 1.0,
+) -> dict[str, Array]:
+    """CODASCA (Yuan et al. 2021): CODA+ with control variates, all zero at first and kept across stages.
+
+    c_k is the mean of the round's raw gradients, without the proximal term. "c_theta" and "c_w" are the
+    clients' own c_k; the common c is their mean.
+    """
+    assert T0 % q == 0
+    theta, w = everywhere(theta0, N), everywhere(w0, N)
+    reference, old_theta, old_w = theta.copy(), theta.copy(), w.copy()
+    c_theta, c_w = np.zeros_like(theta), np.zeros_like(w)
+    sum_theta, sum_w = np.zeros_like(theta), np.zeros_like(w)
+    H, W, CH, CW = [theta.copy()], [w.copy()], [c_theta.copy()], [c_w.copy()]
+    for t in range(T):
+        s, first = stage(t, T0)
+        eta = eta0 / 3**s
+        if t == first:
+            reference = averaged(theta)
+        common_theta, common_w = averaged(c_theta), averaged(c_w)
+        for n in range(N):
+            g_theta, g_w = grad(n, t, theta[n], w[n])
+            sum_theta[n] = sum_theta[n] + g_theta
+            sum_w[n] = sum_w[n] + g_w
+            proximal = (theta[n] - reference[n]) / gamma
+            theta[n] = theta[n] - eta * (g_theta + proximal - c_theta[n] + common_theta[n])
+            w[n] = w[n] + eta * (g_w - c_w[n] + common_w[n])
+        if (t + 1) % q == 0:
+            c_theta, c_w = sum_theta / q, sum_w / q
+            sum_theta, sum_w = np.zeros_like(theta), np.zeros_like(w)
+            theta = old_theta + eta_g * (averaged(theta) - old_theta)
+            w = old_w + eta_g * (averaged(w) - old_w)
+            old_theta, old_w = theta.copy(), w.copy()
+        H.append(theta.copy())
+        W.append(w.copy())
+        CH.append(c_theta.copy())
+        CW.append(c_w.copy())
+    return {"theta": np.array(H), "w": np.array(W), "c_theta": np.array(CH), "c_w": np.array(CW)}
+
+
+def fmgda(
+    grad: MinimaxGrad,
+    theta0: Array,
+    w0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    c_hat: float,
+    c: float,
+    alpha: Schedule,
+    beta: Schedule,
+) -> dict[str, Array]:
+    """FMGDA: Algorithm 1; the box's η_t is eta(t−1) here, its α_t and β_t are alpha(t) and beta(t)."""
+    theta, w = everywhere(theta0, N), everywhere(w0, N)
+    u, v = np.zeros_like(theta), np.zeros_like(w)
+    H, W, U, V = [theta.copy()], [w.copy()], [u.copy()], [v.copy()]
+    for n in range(N):
+        u[n], v[n] = grad(n, 0, theta[n], w[n])  # 2
+    for t in range(1, T + 1):  # 3
+        old_theta, old_w = theta.copy(), w.copy()
+        for n in range(N):  # 4
+            theta[n] = theta[n] - c_hat * at(eta, t - 1) * u[n]  # 11, inside 8
+            w[n] = w[n] + c * at(eta, t - 1) * v[n]  # 12, inside 9
+        if t % q == 0:  # 5
+            u, v = averaged(u), averaged(v)  # 6, 7
+            theta, w = averaged(theta), averaged(w)  # 8, 9
+        H.append(theta.copy())
+        W.append(w.copy())
+        U.append(u.copy())
+        V.append(v.copy())
+        if t < T:
+            for n in range(N):
+                new_theta, new_w = grad(n, t, theta[n], w[n])  # 14
+                before_theta, before_w = grad(n, t, old_theta[n], old_w[n])
+                u[n] = new_theta + (1 - at(alpha, t)) * (u[n] - before_theta)  # 15
+                v[n] = new_w + (1 - at(beta, t)) * (v[n] - before_w)  # 16
+    return {"theta": np.array(H), "w": np.array(W), "u": np.array(U), "v": np.array(V)}
+
+
+# --- Plain minimisation ---
+
+
+def fedavg(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule) -> Array:
+    """FedAvg (McMahan et al. 2017)."""
+    x = everywhere(x0, N)
+    X = [x.copy()]
+    for t in range(T):
+        for n in range(N):
+            x[n] = x[n] - at(eta, t) * grad(n, t, x[n])
+        if (t + 1) % q == 0:
+            x = averaged(x)
+        X.append(x.copy())
+    return np.array(X)
+
+
+def fedprox(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, mu: float) -> Array:
+    """FedProx (Li et al. 2020), its inner problem solved by q gradient steps."""
+    x = everywhere(x0, N)
+    start = x.copy()
+    X = [x.copy()]
+    for t in range(T):
+        for n in range(N):
+            x[n] = x[n] - at(eta, t) * (grad(n, t, x[n]) + mu * (x[n] - start[n]))
+        if (t + 1) % q == 0:
+            x = averaged(x)
+            start = x.copy()
+        X.append(x.copy())
+    return np.array(X)
+
+
+def scaffold(grad: Grad, x0: Array, N: int, q: int, T: int, eta: float, eta_g: float = 1.0) -> dict[str, Array]:
+    """SCAFFOLD (Karimireddy et al. 2020), option II, all clients take part."""
+    y = everywhere(x0, N)
+    x = y.copy()
+    c_n, c = np.zeros_like(y), np.zeros_like(y)
+    X, C_n, C = [y.copy()], [c_n.copy()], [c.copy()]
+    for t in range(T):
+        for n in range(N):
+            y[n] = y[n] - eta * (grad(n, t, y[n]) - c_n[n] + c[n])
+        if (t + 1) % q == 0:
+            new = np.zeros_like(c_n)
+            for n in range(N):
+                new[n] = c_n[n] - c[n] + (x[n] - y[n]) / (q * eta)
+            x = x + eta_g * averaged(y - x)
+            c = c + averaged(new - c_n)
+            c_n = new
+            y = x.copy()
+        X.append(y.copy())
+        C_n.append(c_n.copy())
+        C.append(c.copy())
+    return {"x": np.array(X), "c_n": np.array(C_n), "c": np.array(C)}
+
+
+def _fedopt(
+    grad: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    server: Callable[[Array, Array], Array],
+) -> Array:
+    """FedAvg's local steps; at a synchronisation `server(x, Δ)` gives the new x from the old one and Δ."""
+    x = everywhere(x0, N)
+    old = np.array(x0, dtype=float)
+    X = [x.copy()]
+    for t in range(T):
+        for n in range(N):
+            x[n] = x[n] - at(eta, t) * grad(n, t, x[n])
+        if (t + 1) % q == 0:
+            delta = averaged(x)[0] - old
+            old = server(old, delta)
+            x = everywhere(old, N)
+        X.append(x.copy())
+    return np.array(X)
+
+
+def _reddi(
+    second: Callable[[Array, Array], Array], d: int, eta_g: float, beta1: float, tau: float
+) -> Callable[[Array, Array], Array]:
+    """Reddi et al. 2021, Algorithm 2: the three servers differ in the second moment only."""
+    M, V = np.zeros(d), np.full(d, tau**2)
+
+    def server(x: Array, delta: Array) -> Array:
+        nonlocal M, V
+        M = beta1 * M + (1 - beta1) * delta
+        V = second(V, delta)
+        return x + eta_g * M / (np.sqrt(V) + tau)
+
+    return server
+
+
+def fedadam(
+    grad: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    eta_g: float,
+    beta1: float,
+    beta2: float,
+    tau: float,
+) -> Array:
+    """FedAdam."""
+
+    def second(V: Array, delta: Array) -> Array:
+        return beta2 * V + (1 - beta2) * delta**2
+
+    return _fedopt(grad, x0, N, q, T, eta, _reddi(second, len(x0), eta_g, beta1, tau))
+
+
+def fedyogi(
+    grad: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    eta_g: float,
+    beta1: float,
+    beta2: float,
+    tau: float,
+) -> Array:
+    """FedYogi."""
+
+    def second(V: Array, delta: Array) -> Array:
+        return V - (1 - beta2) * delta**2 * np.sign(V - delta**2)
+
+    return _fedopt(grad, x0, N, q, T, eta, _reddi(second, len(x0), eta_g, beta1, tau))
+
+
+def fedadagrad(
+    grad: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    eta_g: float,
+    beta1: float,
+    tau: float,
+) -> Array:
+    """FedAdagrad."""
+
+    def second(V: Array, delta: Array) -> Array:
+        return V + delta**2
+
+    return _fedopt(grad, x0, N, q, T, eta, _reddi(second, len(x0), eta_g, beta1, tau))
+
+
+def fedams(
+    grad: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    eta_g: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    tau: float = 0.0,
+) -> Array:
+    """FedAMS (Wang, Lin, Chen 2022): M and V̂ start at zero, V at τ² as FedAdam's (0 in the paper)."""
+    d = len(x0)
+    M, V, V_hat = np.zeros(d), np.full(d, tau**2), np.zeros(d)
+
+    def server(x: Array, delta: Array) -> Array:
+        nonlocal M, V, V_hat
+        M = beta1 * M + (1 - beta1) * delta
+        V = beta2 * V + (1 - beta2) * delta**2
+        V_hat = np.maximum(np.maximum(V_hat, V), epsilon)
+        return x + eta_g * M / np.sqrt(V_hat)
+
+    return _fedopt(grad, x0, N, q, T, eta, server)
+
+
+def naive_adaptive(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, beta: float) -> dict[str, Array]:
+    """Naive adaptive FedAvg (FAFED paper, Algorithm 1): v_0 = 0, 0/0 is 0; the box's t is t+1 here."""
+    x = everywhere(x0, N)
+    v = np.zeros_like(x)
+    X, V = [x.copy()], [v.copy()]
+    for t in range(T):  # 3
+        for n in range(N):  # 4
+            g = grad(n, t, x[n])  # 5
+            v[n] = beta * v[n] + (1 - beta) * g**2  # 6
+            for j in range(len(g)):
+                if v[n, j] > 0:
+                    x[n, j] = x[n, j] - at(eta, t) * g[j] / np.sqrt(v[n, j])  # 10, inside 8
+        if (t + 1) % q == 0:  # 7
+            x = averaged(x)  # 8
+        X.append(x.copy())
+        V.append(v.copy())
+    return {"x": np.array(X), "v": np.array(V)}
+
+
+def stem(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, a: Schedule) -> dict[str, Array]:
+    """STEM (Khanduri et al. 2021); a(t) weighs the estimate of iteration t (a_{t+1} = cη_t² in theory)."""
+    x = everywhere(x0, N)
+    d = np.zeros_like(x)
+    for n in range(N):
+        d[n] = grad(n, 0, x[n])
+    d = averaged(d)
+    X, D = [x.copy()], [d.copy()]
+    local = x.copy()  # x_t before averaging
+    for t in range(1, T):
+        previous = local.copy()
+        for n in range(N):
+            x[n] = x[n] - at(eta, t - 1) * d[n]
+        local = x.copy()
+        for n in range(N):
+            d[n] = grad(n, t, x[n]) + (1 - at(a, t)) * (d[n] - grad(n, t, previous[n]))
+        if t % q == 0:
+            d = averaged(d)
+            x = averaged(x)
+        X.append(x.copy())
+        D.append(d.copy())
+    return {"x": np.array(X), "d": np.array(D)}
+
+
+def fafed(
+    grad: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    alpha: Schedule,
+    beta: float,
+    rho: float,
+    norm: bool = False,
+    identity: bool = False,
+) -> dict[str, Array]:
+    """FAFED: Algorithm 2; `norm` keeps one scalar v from ‖∇f‖² (shape (T, N, 1)), `identity` sets A = I.
+
+    alpha(t) weighs the estimate of iteration t (α_{t+1} = cη_t² in theory). Line 12 averages after the move;
+    with one A and one m for all this is the move from the average, which is how X[t] is recorded. The
+    correction at iteration t+1 still uses the client's own x_t, from before averaging.
+    """
+
+    def squared(g: Array) -> Array:
+        return np.array([np.sum(g**2)]) if norm else g**2
+
+    def adaptive(v: Array) -> Array:
+        return np.ones_like(v[0]) if identity else np.sqrt(v[0]) + rho  # the same v at all clients
+
+    x = everywhere(x0, N)
+    m = np.zeros_like(x)
+    v = np.zeros((N, 1)) if norm else np.zeros_like(x)
+    for n in range(N):  # 2
+        g = grad(n, 0, x[n])
+        m[n], v[n] = g, squared(g)
+    m, v = averaged(m), averaged(v)  # 2
+    A = adaptive(v)  # 2
+    X, M, V = [x.copy()], [m.copy()], [v.copy()]
+    local = x.copy()  # x_t before averaging
+    for t in range(1, T):  # 4
+        previous = local.copy()
+        for n in range(N):
+            x[n] = x[n] - at(eta, t - 1) * m[n] / A  # 3 with A_0 (Eq. 8), 12, 15
+        local = x.copy()
+        for n in range(N):  # 5
+            g, g_before = grad(n, t, x[n]), grad(n, t, previous[n])  # 6
+            m[n] = g + (1 - at(alpha, t)) * (m[n] - g_before)  # 7
+            v[n] = beta * v[n] + (1 - beta) * squared(g)  # 8
+        if t % q == 0:  # 9
+            v = averaged(v)  # 10
+            A = adaptive(v)  # 10
+            m = averaged(m)  # 11
+            x = averaged(x)  # 12
+        X.append(x.copy())
+        M.append(m.copy())
+        V.append(v.copy())
+    return {"x": np.array(X), "m": np.array(M), "v": np.array(V)}

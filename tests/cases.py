@@ -1,0 +1,231 @@
+"""One nonlinear, heterogeneous, noisy problem of each kind, with its gradients written by hand in numpy.
+
+`f` and `g` are given to the library in torch; the boxes get what stands below each of them. The noise is inside the
+nonlinearity, so a method that mixes up batches or points gives other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestfed.core import Batch, SolvableSaddle
+from nestfed.engine.simulate import simulate
+from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize, as_sample
+from nestfed.problems.toys import ToyClients
+
+D, P, B, M, TASKS, SAMPLED = 3, 4, 2, 3, 4, 2
+SEED = 5
+
+
+class Setting(NamedTuple):
+    """A problem, its clients, and its numpy functions of (n, t, …) as the boxes want them."""
+
+    problem: Any
+    clients: ToyClients
+    x0: np.ndarray
+    maps: dict[str, Callable[..., Any]]
+
+
+def start(dtype: torch.dtype) -> Tensor:
+    return torch.tensor([0.7, -0.4, 0.2], dtype=dtype)
+
+
+def constants(*shape: int, seed: int = 0) -> Tensor:
+    return torch.tensor(np.random.default_rng(seed).normal(size=shape))
+
+
+def numpy(clients: ToyClients, n: int, t: int) -> Any:
+    batch = clients.seeded(SEED).sample(n, t)
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.double().numpy(), batch)
+
+
+def slope(r: np.ndarray) -> np.ndarray:
+    """The derivative of √(1+r²)."""
+    return r / np.sqrt(1 + r * r)
+
+
+def soft(r: Tensor) -> Tensor:
+    return (1 + r * r).sqrt()
+
+
+def plain(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """E √(1 + (aᵀx − y)²), convex."""
+    problem = Minimize(lambda x, batch: soft(batch[0] @ x - batch[1]).mean(), start(dtype))
+
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+        return noise[0] + own[0][:, None], noise[1] + own[1]
+
+    own = (constants(N, D, seed=1).to(dtype), constants(N, 1, seed=2).to(dtype))
+    clients = ToyClients(own, ((B, D), (B,)), arrange)
+
+    def grad(n: int, t: int, x: np.ndarray) -> np.ndarray:
+        a, y = numpy(clients, n, t)
+        return np.mean([slope(a[i] @ x - y[i]) * a[i] for i in range(B)], axis=0)
+
+    return Setting(problem, clients, start(dtype).double().numpy(), {"grad": grad})
+
+
+def conditional(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """E_ξ √(1 + (E_η g − y)²), g = ηᵀx + 0.3 sin(ηᵀx)."""
+    problem = Conditional(
+        f=lambda u, outer: soft(u - outer[1]),
+        g=lambda x, outer, inner: inner @ x + 0.3 * torch.sin(inner @ x),
+        model=start(dtype),
+    )
+
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+        a = noise[0] + own[0][:, None]
+        return (a, noise[1] + own[1]), a[:, :, None] + 0.7 * noise[2]
+
+    own = (constants(N, D, seed=1).to(dtype), constants(N, 1, seed=2).to(dtype))
+    clients = ToyClients(own, ((B, D), (B,), (B, M, D)), arrange)
+
+    def grad(n: int, t: int, x: np.ndarray) -> np.ndarray:
+        (_, y), eta = numpy(clients, n, t)
+        total = np.zeros(D)
+        for i in range(B):
+            value, jacobian = 0.0, np.zeros(D)
+            for j in range(M):
+                s = eta[i, j] @ x
+                value += (s + 0.3 * np.sin(s)) / M
+                jacobian += (1 + 0.3 * np.cos(s)) * eta[i, j] / M
+            total += slope(value - y[i]) * jacobian
+        return total / B
+
+    return Setting(problem, clients, start(dtype).double().numpy(), {"grad": grad})
+
+
+def compositional(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """f(E g), g = tanh(Gx), f = E Σ√(1 + (u − ζ)²)."""
+    problem = Compositional(
+        f=lambda u, outer: soft(u - outer).sum(-1).mean(),
+        g=lambda x, inner: torch.tanh(inner @ x).mean(0),
+        model=start(dtype),
+        inner_dim=P,
+    )
+
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+        return own[0][:, None] + noise[0], own[1][:, None] + 0.5 * noise[1]
+
+    own = (constants(N, P, seed=1).to(dtype), constants(N, P, D, seed=2).to(dtype))
+    clients = ToyClients(own, ((B, P), (B, P, D)), arrange)
+
+    def g(n: int, t: int, x: np.ndarray) -> np.ndarray:
+        return np.mean([np.tanh(G @ x) for G in numpy(clients, n, t)[1]], axis=0)
+
+    def jac(n: int, t: int, x: np.ndarray) -> np.ndarray:
+        return np.mean([(1 - np.tanh(G @ x) ** 2)[:, None] * G for G in numpy(clients, n, t)[1]], axis=0)
+
+    def outer(n: int, t: int, u: np.ndarray) -> np.ndarray:
+        return np.mean([slope(u - z) for z in numpy(clients, n, t)[0]], axis=0)
+
+    return Setting(problem, clients, start(dtype).double().numpy(), {"g": g, "jac": jac, "outer": outer})
+
+
+class Tasked(Compositional):
+    """Several tasks per client, SAMPLED of them in a batch (which, ζ, G): g_i = tanh(G_i x), f_i = Σ√(1 + (u − ζ_i)²)."""
+
+    tasks = TASKS
+
+    def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        sample = as_sample(batch)
+        sample.tape.note(SAMPLED)
+        value, pull = torch.func.vjp(lambda y: torch.tanh(sample.data[2] @ y), x)
+        return value, lambda v: pull(v / SAMPLED)[0]
+
+    def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
+        r = u - as_sample(batch).data[1]
+        return r / soft(r)
+
+    def which(self, batch: Batch) -> Tensor:
+        return as_sample(batch).data[0]
+
+
+def tasked(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    problem = Tasked(lambda u, outer: u.sum(), lambda x, inner: x, start(dtype), inner_dim=P)
+
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+        which = noise[0].argsort(1)[:, :SAMPLED]
+        rows = torch.arange(len(which))[:, None]
+        return which, own[0][rows, which] + noise[1], own[1][rows, which] + 0.5 * noise[2]
+
+    own = (constants(N, TASKS, P, seed=1).to(dtype), constants(N, TASKS, P, D, seed=2).to(dtype))
+    clients = ToyClients(own, ((TASKS,), (SAMPLED, P), (SAMPLED, P, D)), arrange)
+
+    def tasks(n: int, t: int) -> list[int]:
+        return [int(i) for i in numpy(clients, n, t)[0]]
+
+    def of(n: int, t: int, i: int, what: int) -> np.ndarray:
+        batch = numpy(clients, n, t)
+        return batch[what][list(batch[0]).index(i)]
+
+    def g(n: int, t: int, i: int, x: np.ndarray) -> np.ndarray:
+        return np.tanh(of(n, t, i, 2) @ x)
+
+    def jac(n: int, t: int, i: int, x: np.ndarray) -> np.ndarray:
+        G = of(n, t, i, 2)
+        return (1 - np.tanh(G @ x) ** 2)[:, None] * G
+
+    def outer(n: int, t: int, i: int, u: np.ndarray) -> np.ndarray:
+        return slope(u - of(n, t, i, 1))
+
+    maps = {"tasks": tasks, "g": g, "jac": jac, "outer": outer}
+    return Setting(problem, clients, start(dtype).double().numpy(), maps)
+
+
+class Solvable(Minimax, SolvableSaddle):
+    """A minimax problem whose best w is tanh(Cθ)."""
+
+    def best_dual(self, theta: Tensor, batch: Batch) -> Tensor:
+        return torch.tanh(as_sample(batch).data[2] @ theta)
+
+
+def minimax(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """E √(1 + (aᵀθ − y)²) + wᵀtanh(Cθ) − ½‖w‖²."""
+    w0 = torch.tensor([0.3, -0.5], dtype=dtype)
+    problem = Solvable(
+        lambda theta, w, batch: soft(batch[0] @ theta - batch[1]).mean()
+        + (w * torch.tanh(batch[2] @ theta)).sum()
+        - (w * w).sum() / 2,
+        start(dtype),
+        w0,
+    )
+
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+        return noise[0] + own[0][:, None], noise[1] + own[1], own[2] + 0.3 * noise[2]
+
+    own = tuple(constants(N, *s, seed=i).to(dtype) for i, s in enumerate(((D,), (1,), (2, D))))
+    clients = ToyClients(own, ((B, D), (B,), (2, D)), arrange)
+
+    def grad(n: int, t: int, theta: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        a, y, C = numpy(clients, n, t)
+        h = np.tanh(C @ theta)
+        pull = np.mean([slope(a[i] @ theta - y[i]) * a[i] for i in range(B)], axis=0)
+        return pull + C.T @ ((1 - h**2) * w), h - w
+
+    def dual(n: int, t: int, theta: np.ndarray) -> np.ndarray:
+        return np.tanh(numpy(clients, n, t)[2] @ theta)
+
+    maps = {"grad": grad, "dual": dual, "w0": lambda: w0.double().numpy()}
+    return Setting(problem, clients, start(dtype).double().numpy(), maps)
+
+
+SETTINGS = {f.__name__: f for f in (plain, conditional, compositional, tasked, minimax)}
+
+
+def trace(problem: Any, algorithm: Any, clients: Any, **options: Any) -> tuple[Any, list[tuple[int, dict[str, Tensor]]]]:
+    """Run, and return the result and after every round (iterations done, the shared fields)."""
+    seen: list[dict[str, Tensor]] = []
+
+    def measure(shared: Any) -> dict[str, float]:
+        seen.append({k: v.clone() for k, v in shared.items()})
+        return {}
+
+    options = {"seed": SEED, "progress": False, **options}
+    result = simulate(problem, algorithm, clients, measure=measure, **options)
+    return result, [(record["iteration"], fields) for record, fields in zip(result.history, seen)]

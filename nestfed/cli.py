@@ -21,7 +21,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="The named data sets: what there is, whether it is whole, how to get it.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="The named data sets: what there is, whether it is whole, how to get it.", no_args_is_help=True
+)
 app.add_typer(data_app, name="data")
 
 Overrides = Annotated[
@@ -47,10 +49,11 @@ def main() -> None:
 
 
 def say(text: Any = "") -> None:
-    """Print for people."""
+    """Print for people; where there is no terminal a table may be wider than 80 columns."""
     from rich.console import Console
 
-    Console(highlight=False, soft_wrap=True).print(text)
+    width = None if sys.stdout.isatty() else 118
+    Console(highlight=False, width=width).print(text, soft_wrap=isinstance(text, str))
 
 
 @app.command("list")
@@ -64,20 +67,28 @@ def list_() -> None:
     from nestfed.experiment import packaged
 
     for family, methods in FAMILIES.items():
-        table = Table(title=f"Algorithms: {family}", title_justify="left", box=None, pad_edge=False)
-        for column in ("name", "works on", "sends a round", "what it is"):
-            table.add_column(column, overflow="fold")
+        kinds = sorted({m.accepts.kinds for m in methods})
+        say(f"[bold]Algorithms: {family}[/bold] (for problems of kind {'; '.join(kinds)})")
+        table = Table(box=None, pad_edge=False)
+        for column in ("name", "sends a round", "what it is"):
+            table.add_column(column, overflow="fold", no_wrap=column == "name")
         for method in methods:
             first = (method.__doc__ or "").strip().split("\n")[0]
-            kinds = "one machine, " * method.single + method.accepts.kinds
-            table.add_row(method.name, kinds, ", ".join(method.shared), first)
+            table.add_row(method.name, "nothing" if method.single else _sent(family, method.shared), first)
         say(table)
         say()
-    say("Each field above has the size of the model, up and down once a round; w, d_w and c_w have that of the dual")
-    say("variable, and u in the compositional methods that of the inner value.\n")
     say(f"Problems: {', '.join(APPLICATIONS)}\n")
     say(f"Data sets: {', '.join(s.name for s in sources.names())} (see `nestfed data list`)\n")
     say(f"Experiments: {', '.join(packaged())}")
+
+
+def _sent(family: str, fields: tuple[str, ...]) -> str:
+    """Return what a method sends each way in a round, in multiples of the model's size."""
+    small = {"minimax": ("w", "d_w", "c_w", "v"), "compositional": ("u",)}.get(family, ())
+    whole = [f for f in fields if f not in small]
+    rest = [f for f in fields if f in small]
+    extra = f" + {', '.join(rest)} (size of the {'dual' if family == 'minimax' else 'inner value'})" if rest else ""
+    return f"{len(whole)} × model: {', '.join(whole)}{extra}"
 
 
 @app.command("run")
@@ -93,7 +104,9 @@ def run_(file: str, overrides: Overrides = None, out: Out = None) -> None:
     for metric in metrics:
         say(f"{metric:12} {last(history, metric):.4f}")
     end = history[-1]
-    say(f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {_size(end['bytes_up'] + end['bytes_down'])} sent)")
+    say(
+        f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {_size(end['bytes_up'] + end['bytes_down'])} sent)"
+    )
     if metrics:
         decisive = experiment.run.metric if experiment.run.metric in metrics else metrics[0]
         picture = curves({experiment.algorithm.name: [history]}, decisive, place / "plot.png", Path(file).stem)
@@ -129,8 +142,9 @@ def demo(out: Out = None) -> None:
     from nestfed.experiment import read
 
     experiment = read("demo")
-    say("16 clients, handwritten digits, 80 % of the training positives removed. Each method is tuned with the same")
-    say("number of trials on validation data, then run with three seeds; the table shows the test set.\n")
+    say("16 clients hold handwritten digits; 5 to 9 are the positives, and 80 % of them are missing from training.")
+    say("FedAvg minimises cross-entropy, the others maximise average precision (ap) directly. Each is tuned with the")
+    say("same number of trials on validation data and then run with three seeds: about a minute on two cores.\n")
     _compare(experiment, list(experiment.methods), 3, out or Path("runs") / f"demo-{experiment.digest()}", 0, "demo")
 
 
@@ -153,25 +167,31 @@ def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
 
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("method", f"{metric} (mean ± sd, {seeds} seeds)", "rounds", "examples", "sent", "trials", "tuned to"):
-        table.add_column(column, justify="left" if column in ("method", "tuned to") else "right")
+    from nestfed.running import rounds_to
+
     means = {o.method: fmean(o.final(metric)) for o in outcomes}
-    best = max(means, key=lambda m: means[m])
+    best, target = max(means, key=lambda m: means[m]), min(means.values())
+    table = Table(box=None, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for column in (f"{metric} on test", "rounds", f"rounds to {target:.4f}", "examples", "sent", "trials"):
+        table.add_column(column, justify="right")
+    table.add_column("tuned to")
     for o in outcomes:
         values, end = o.final(metric), o.histories[0][-1]
         spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+        reached = rounds_to(o.histories, metric, target)
         table.add_row(
             f"[bold]{o.method}[/bold]" if o.method == best else o.method,
             f"{means[o.method]:.4f}{spread}",
             str(end["round"]),
+            "–" if reached is None else str(reached),
             f"{end['examples']:,}",
             _size(end["bytes_up"] + end["bytes_down"]),
             str(o.trials),
-            ", ".join(f"{k.split('.')[-1]}={v}" for k, v in o.chosen.items()),
+            " ".join(f"{k.split('.')[-1]}={v}" for k, v in o.chosen.items()),
         )
     say(table)
-    say(f"\nHighest mean {metric}: {best}.")
+    say(f"\nMean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}. Highest mean {metric}: {best}.")
 
 
 def _size(count: float) -> str:
@@ -199,21 +219,23 @@ def _experiment(file: str, overrides: list[str] | None) -> Experiment:
     return read(file).with_overrides(changes)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def theory(
     method: str,
-    constants: Annotated[list[str] | None, typer.Argument(help="Constants, such as N=16 T=10000 S_F=2.")] = None,
+    constants: Annotated[list[str] | None, typer.Argument(help="Constants: --N 16 --T 10000, or N=16 T=10000.")] = None,
 ) -> None:
     """Print the step sizes, q and B that a method's theorem prescribes, its conditions and its bound."""
     from nestfed.theory import prescribe
 
-    values = {}
-    for item in constants or ():
+    values: dict[str, Any] = {}
+    words = iter(constants or ())
+    for item in words:
         key, equals, text = item.removeprefix("--").partition("=")
+        text = text if equals else next(words, "")
         try:
-            values[key] = float(text) if "." in text or "e" in text else int(text)
+            values[key] = float(text) if set(text) & set(".e") else int(text)
         except ValueError:
-            raise NestfedError(f"{item!r} is no constant; write it as NAME=number, for example N=16.") from None
+            raise NestfedError(f"{item!r} is no constant; write it as --N 16 or N=16.") from None
     for line in prescribe(method, **values).lines():
         say(line)
 

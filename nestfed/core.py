@@ -50,6 +50,7 @@ class Power:
         positive(self, "scale", "shift")
 
     def __call__(self, t: int) -> float:
+        """Return the value at iteration t."""
         return float(self.scale / (self.shift + t) ** self.power)
 
 

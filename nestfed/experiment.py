@@ -32,7 +32,7 @@ class ProblemSpec:
     """The [problem] table: what is minimised, and the batches for it."""
 
     name: str = ""
-    """classify, auroc, auprc or invariant."""
+    """classify, auroc, auprc, invariant, sine, omniglot or language."""
     batch: int = 32
     initial_batch: int = 0
     """The batch at t = 0, if it is to be another one."""
@@ -44,6 +44,25 @@ class ProblemSpec:
     clip: float = 0.0
     ratio: float = 1.0
     dim: int = 10
+    ways: int = 5
+    """omniglot: classes in a task."""
+    shots: int = 1
+    """Support examples of each class; for sine, points of a task."""
+    queries: int = 15
+    """omniglot: query examples of each class."""
+    tasks: int = 3
+    """Tasks per client and iteration."""
+    inner_lr: float = 0.01
+    inner_steps: int = 1
+    """Inner steps at evaluation; training takes one."""
+    first_order: bool = False
+    split: str = "characters"
+    """omniglot: clients hold "characters" at random, or "alphabets", one each."""
+    test_tasks: int = 600
+    bptt: int = 35
+    """language: words in a window, through which gradients flow."""
+    vocabulary: int = 0
+    """language: only so many of the most frequent words; 0 means all."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +73,16 @@ class RunSpec:
     q: int = 10
     seed: int = 0
     every: int = 1
+    evaluate: str = "central"
+    """central: on the test set. clients: each on examples of its own; only counts of scores are put together."""
     metric: str = ""
     """The metric that decides: for tuning, for output = "best", and in tables."""
     output: str = "last"
     participation: int | float = 0
     """Clients per round by count (whole number) or probability; 0 means all."""
     failures: float = 0.0
+    encode: str = ""
+    """What is sent in fewer bits: float16, bfloat16 or int8 for uploads; int8/float16 rounds downloads too."""
     mode: str = "auto"
     device: str = "cpu"
     checkpoint_every: int = 10
@@ -222,7 +245,9 @@ def from_tables(tables: Mapping[str, Any]) -> Experiment:
         if name not in (*_SECTIONS, "methods"):
             near = difflib.get_close_matches(name, _SECTIONS, 1, 0.5)
             raise _SettingError(
-                name, "", f"unknown section [{name}]; " + (f"did you mean [{near[0]}]?" if near else f"known are {_known()}.")
+                name,
+                "",
+                f"unknown section [{name}]; " + (f"did you mean [{near[0]}]?" if near else f"known are {_known()}."),
             )
     parsed = {name: _section(name, cls, tables.get(name, {})) for name, cls in _SECTIONS.items()}
     return Experiment(**parsed, source=tables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -40,14 +41,33 @@ def claim(out: Path, experiment: Experiment) -> None:
         write_atomically(path, settings.encode())
 
 
-def run(experiment: Experiment, out: Path, *, label: str = "", progress: bool | None = None) -> list[Record]:
-    """Carry out one run in its directory; go on with an unfinished one, leave a finished one alone."""
+def run(
+    experiment: Experiment, out: Path, *, label: str = "", progress: bool | None = None, picture: bool = True
+) -> list[Record]:
+    """Carry out one run in its directory; go on with an unfinished one, leave a finished one alone.
+
+    Who holds what is told in clients.txt and drawn in clients.png.
+    """
+    fresh = not out.exists()
     claim(out, experiment)
     if (out / "finished.json").exists():
         return read_record(out / "record.jsonl")
+    try:
+        return _run(experiment, out, label, progress, picture)
+    except NestfedError:
+        if fresh and not read_record(out / "record.jsonl"):
+            shutil.rmtree(out)  # nothing was done, so nothing is left
+        raise
+
+
+def _run(experiment: Experiment, out: Path, label: str, progress: bool | None, picture: bool) -> list[Record]:
     from nestfed.assemble import assemble
 
     made = assemble(experiment)
+    if made.summary is not None:
+        write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
+        if picture:
+            made.summary.draw(out / "clients.png")
     if experiment.run.sites == "alone":
         return _alone(experiment, made, out)
     if experiment.run.sites != "federated":
@@ -135,7 +155,7 @@ def _work(job: Job) -> str | None:
 
     torch.set_num_threads(1)
     try:
-        run(from_tables(job.tables), job.out, progress=False)
+        run(from_tables(job.tables), job.out, progress=False, picture=False)
     except NestfedError as error:
         return str(error)
     return None
@@ -185,6 +205,16 @@ def last(history: Sequence[Record], metric: str) -> float:
     return float(values[-1])
 
 
+def rounds_to(histories: Sequence[Sequence[Record]], metric: str, target: float) -> int | None:
+    """Return the first round at which the mean over seeds of a metric reached the target."""
+    by_round: dict[int, list[float]] = {}
+    for record in itertools.chain(*histories):
+        if record.get(metric) is not None:
+            by_round.setdefault(record["round"], []).append(record[metric])
+    reached = (r for r, v in sorted(by_round.items()) if len(v) == len(histories) and fmean(v) >= target)
+    return next(reached, None)
+
+
 def compare(
     experiment: Experiment,
     methods: Sequence[str],
@@ -206,10 +236,13 @@ def compare(
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
     variants = {name: experiment.for_method(name) for name in methods}
     grids = {name: experiment.grid(name) for name in methods}
+    validated: dict[str, bool] = {}
     for name, variant in variants.items():
         tuned = variant.with_overrides({k: v[0] for k, v in grids[name].items()})
-        metric = experiment.run.metric or assemble(tuned).metric
-        if grids[name] and not variant.data.validation and variant.data != type(variant.data)():
+        made = assemble(tuned)
+        metric = experiment.run.metric or made.metric
+        validated[name] = bool(variant.data.validation) or made.validates
+        if grids[name] and not validated[name] and variant.data != type(variant.data)():
             raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
     trials: dict[str, list[tuple[dict[str, Any], Job]]] = {}
     for name, variant in variants.items():
@@ -235,7 +268,7 @@ def compare(
             alive = [(changes, job) for changes, job in trials[name] if (job.out / "finished.json").exists()]
             if not alive:
                 raise NestfedError(f"Every trial of {name} failed, the first with: {failed[trials[name][0][1].out]}")
-            judge = f"val_{metric}" if variants[name].data.validation else metric
+            judge = f"val_{metric}" if validated[name] else metric
             chosen[name] = max(alive, key=lambda a: last(read_record(a[1].out / "record.jsonl"), judge))[0]
     runs = {
         name: [

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtrit  # type: ignore[import-untyped]
+from scipy.special import stdtrit
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from nestfed.core import NestfedError

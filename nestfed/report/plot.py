@@ -44,7 +44,7 @@ def curves(runs: Mapping[str, Sequence[Sequence[Record]]], metric: str, path: Pa
     finals = [v for s in shown.values() for one in s for v in one["value"]]
     # The start is far below; what tells methods apart is the upper part.
     if finals and max(finals) <= 1 and min(finals) >= 0:
-        late = [one["value"][max(1, len(one["value"]) // 8) :] for s in shown.values() for one in s]
+        late = [one["value"][max(1, len(one["value"]) // 4) :] for s in shown.values() for one in s]
         low = min(min(values) for values in late if len(values))
         panels[0].set_ylim(max(0.0, low - 0.05), min(1.0, max(finals) + 0.02))
     panels[0].set_ylabel(metric)

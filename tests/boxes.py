@@ -641,19 +641,19 @@ def fedprox(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, mu: fl
     return np.array(X)
 
 
-def scaffold(grad: Grad, x0: Array, N: int, q: int, T: int, eta: float, eta_g: float = 1.0) -> dict[str, Array]:
-    """SCAFFOLD (Karimireddy et al. 2020), option II, all clients take part."""
+def scaffold(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, eta_g: float = 1.0) -> dict[str, Array]:
+    """SCAFFOLD (Karimireddy et al. 2020), option II, all clients take part; qη is the sum of the round's steps."""
     y = everywhere(x0, N)
     x = y.copy()
     c_n, c = np.zeros_like(y), np.zeros_like(y)
     X, C_n, C = [y.copy()], [c_n.copy()], [c.copy()]
     for t in range(T):
         for n in range(N):
-            y[n] = y[n] - eta * (grad(n, t, y[n]) - c_n[n] + c[n])
+            y[n] = y[n] - at(eta, t) * (grad(n, t, y[n]) - c_n[n] + c[n])
         if (t + 1) % q == 0:
             new = np.zeros_like(c_n)
             for n in range(N):
-                new[n] = c_n[n] - c[n] + (x[n] - y[n]) / (q * eta)
+                new[n] = c_n[n] - c[n] + (x[n] - y[n]) / sum(at(eta, t - i) for i in range(q))
             x = x + eta_g * averaged(y - x)
             c = c + averaged(new - c_n)
             c_n = new

@@ -128,7 +128,7 @@ def compositional(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
 
 
 class Tasked(Compositional):
-    """Several tasks per client, SAMPLED of them in a batch (which, ζ, G): g_i = tanh(G_i x), f_i = Σ√(1 + (u − ζ_i)²)."""
+    """Several tasks per client, SAMPLED in a batch (which, ζ, G): g_i = tanh(G_i x), f_i = Σ√(1 + (u − ζ_i)²)."""
 
     tasks = TASKS
 
@@ -189,9 +189,9 @@ def minimax(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     """E √(1 + (aᵀθ − y)²) + wᵀtanh(Cθ) − ½‖w‖²."""
     w0 = torch.tensor([0.3, -0.5], dtype=dtype)
     problem = Solvable(
-        lambda theta, w, batch: soft(batch[0] @ theta - batch[1]).mean()
-        + (w * torch.tanh(batch[2] @ theta)).sum()
-        - (w * w).sum() / 2,
+        lambda theta, w, batch: (
+            soft(batch[0] @ theta - batch[1]).mean() + (w * torch.tanh(batch[2] @ theta)).sum() - (w * w).sum() / 2
+        ),
         start(dtype),
         w0,
     )
@@ -218,7 +218,10 @@ def minimax(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
 SETTINGS = {f.__name__: f for f in (plain, conditional, compositional, tasked, minimax)}
 
 
-def trace(problem: Any, algorithm: Any, clients: Any, **options: Any) -> tuple[Any, list[tuple[int, dict[str, Tensor]]]]:
+Rounds = list[tuple[int, dict[str, Tensor]]]
+
+
+def trace(problem: Any, algorithm: Any, clients: Any, **options: Any) -> tuple[Any, Rounds]:
     """Run, and return the result and after every round (iterations done, the shared fields)."""
     seen: list[dict[str, Tensor]] = []
 

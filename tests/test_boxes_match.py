@@ -76,10 +76,6 @@ def codasca(eta_g: float) -> Box:
     return run
 
 
-def scaffold(eta_g: float) -> Box:
-    return several(boxes.scaffold, 0.1, eta_g)
-
-
 ESTIMATE_LAST = {"x": 1, "m": 1, "v": 1}
 C_STEM, C_FAFED = 30.0, 40.0
 
@@ -94,8 +90,15 @@ MATCHES: dict[str, list[Match]] = {
         Match(a.FedProx(falling(0.1), 0.7), "plain", only(boxes.fedprox, falling(0.1), 0.7), label="schedule"),
     ],
     "scaffold": [
-        Match(a.Scaffold(0.1), "plain", scaffold(1.0), private={"own": "c_n"}),
-        Match(a.Scaffold(0.1, 0.6), "plain", scaffold(0.6), private={"own": "c_n"}, label="eta_g"),
+        Match(a.Scaffold(0.1), "plain", several(boxes.scaffold, 0.1), private={"own": "c_n"}),
+        Match(
+            a.Scaffold(falling(0.2)),
+            "plain",
+            several(boxes.scaffold, falling(0.2)),
+            private={"own": "c_n"},
+            label="schedule",
+        ),
+        Match(a.Scaffold(0.1, 0.6), "plain", several(boxes.scaffold, 0.1, 0.6), private={"own": "c_n"}, label="eta_g"),
     ],
     "stem": [
         Match(a.STEM(0.1, 0.4), "plain", several(boxes.stem, 0.1, 0.4), {"d": 1}),
@@ -115,9 +118,7 @@ MATCHES: dict[str, list[Match]] = {
         ),
     ],
     "naive-adaptive": [
-        Match(
-            a.NaiveAdaptive(0.1, 0.7), "plain", several(boxes.naive_adaptive, 0.1, 0.7), private={"v": "v"}
-        ),
+        Match(a.NaiveAdaptive(0.1, 0.7), "plain", several(boxes.naive_adaptive, 0.1, 0.7), private={"v": "v"}),
     ],
     "fafed": [
         Match(a.FAFED(0.1, 0.4, 0.8, 0.2), "plain", several(boxes.fafed, 0.1, 0.4, 0.8, 0.2), ESTIMATE_LAST),
@@ -145,14 +146,10 @@ MATCHES: dict[str, list[Match]] = {
     ],
     "fedadam": [Match(a.FedAdam(0.1, 0.3, 0.8, 0.9, 0.05), "plain", only(boxes.fedadam, 0.1, 0.3, 0.8, 0.9, 0.05))],
     "fedyogi": [Match(a.FedYogi(0.1, 0.3, 0.8, 0.9, 0.05), "plain", only(boxes.fedyogi, 0.1, 0.3, 0.8, 0.9, 0.05))],
-    "fedadagrad": [
-        Match(a.FedAdagrad(0.1, 0.3, 0.8, tau=0.05), "plain", only(boxes.fedadagrad, 0.1, 0.3, 0.8, 0.05))
-    ],
+    "fedadagrad": [Match(a.FedAdagrad(0.1, 0.3, 0.8, tau=0.05), "plain", only(boxes.fedadagrad, 0.1, 0.3, 0.8, 0.05))],
     "fedams": [
         # V starts at τ² as in FedAdam; a large ε and a large τ, so that every part of the maximum is met.
-        Match(
-            a.FedAMS(0.1, 0.3, 0.8, 0.5, 0.2, 1e-2), "plain", only(boxes.fedams, 0.1, 0.3, 0.8, 0.5, 1e-2, 0.2)
-        ),
+        Match(a.FedAMS(0.1, 0.3, 0.8, 0.5, 0.2, 1e-2), "plain", only(boxes.fedams, 0.1, 0.3, 0.8, 0.5, 1e-2, 0.2)),
         Match(
             a.FedAMS(0.1, 0.3, 0.8, 0.5, 1e-9, 1e-3),
             "plain",
@@ -198,9 +195,7 @@ MATCHES: dict[str, list[Match]] = {
         ),
     ],
     "local-scgdm": [
-        Match(
-            a.LocalSCGDM(0.5, 0.9, 0.3, 1.2), "compositional", composed(boxes.local_scgdm, 0.5, 0.9, 0.3, 1.2)
-        ),
+        Match(a.LocalSCGDM(0.5, 0.9, 0.3, 1.2), "compositional", composed(boxes.local_scgdm, 0.5, 0.9, 0.3, 1.2)),
         Match(
             a.LocalSCGDM(falling(0.7), 0.9, 0.3, 1.2),
             "compositional",

@@ -105,11 +105,7 @@ class LocalSCGDM(Algorithm[Composed, TrackedMomentum]):
     shared = ("x", "u", "m")
 
     def __post_init__(self) -> None:
-        positive(self, "eta", "alpha", "beta", "gamma")
-        for name, schedule in (("αη", self.alpha), ("γη", self.gamma)):
-            value = at(schedule, 1) * at(self.eta, 1)
-            if not 0 < value <= 1:
-                raise NestfedError(f"{self.name}: {name} is a weight and must lie in (0, 1], not {value:g}.")
+        _check_weights(self)
 
     def init(self, problem: Composed, x0: Tensor) -> TrackedMomentum:
         """Start at x0; u and m take their first values in iteration 0."""
@@ -124,6 +120,14 @@ class LocalSCGDM(Algorithm[Composed, TrackedMomentum]):
         z = pullback(problem.outer_grad(u, batch))  # lines 4, 8
         m = (1 - a) * s.m + a * z  # lines 5, 9
         return TrackedMomentum(problem.project(s.x - at(self.beta, t) * eta * m), u.mean(0), m)  # line 11
+
+
+def _check_weights(method: LocalSCGDM | LocalSCGDMTasks) -> None:
+    positive(method, "eta", "alpha", "beta", "gamma")
+    for name, schedule in (("αη", method.alpha), ("γη", method.gamma)):
+        value = at(schedule, 1) * at(method.eta, 1)
+        if not 0 < value <= 1:
+            raise NestfedError(f"{method.name}: {name} is a weight and must lie in (0, 1], not {value:g}.")
 
 
 class Tasks(NamedTuple):
@@ -194,13 +198,12 @@ class LocalSCGDMTasks(Algorithm[Composed, TasksMomentum]):
     shared = ("x", "m")
     private = ("u", "met")
 
-    __post_init__ = LocalSCGDM.__post_init__
+    def __post_init__(self) -> None:
+        _check_weights(self)
 
     def init(self, problem: Composed, x0: Tensor) -> TasksMomentum:
         """Start at x0 with no task met."""
-        return TasksMomentum(
-            x0, 0 * x0, x0.new_zeros(problem.tasks, problem.inner_dim), x0.new_zeros(problem.tasks)
-        )
+        return TasksMomentum(x0, 0 * x0, x0.new_zeros(problem.tasks, problem.inner_dim), x0.new_zeros(problem.tasks))
 
     def step(self, problem: Composed, s: TasksMomentum, batch: Batch, t: int) -> TasksMomentum:
         """As Local-SCGDM, with u_i in the place of u."""

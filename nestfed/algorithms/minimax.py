@@ -220,7 +220,7 @@ class StagedControlled(NamedTuple):
     own_w: Tensor
     sum_theta: Tensor
     sum_w: Tensor
-    count: Tensor
+    steps: Tensor
 
 
 @dataclass(frozen=True)
@@ -265,9 +265,7 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
     def receive(self, s: StagedControlled, t: int) -> StagedControlled:
         """Renew the reference at the start of a stage; begin the round's sums."""
         ref = s.theta if self.begins(t) else s.ref
-        return s._replace(
-            ref=ref, sum_theta=0 * s.own_theta, sum_w=0 * s.own_w, count=torch.zeros_like(s.count)
-        )
+        return s._replace(ref=ref, sum_theta=0 * s.own_theta, sum_w=0 * s.own_w, steps=torch.zeros_like(s.steps))
 
     def step(self, problem: Saddle, s: StagedControlled, batch: Batch, t: int) -> StagedControlled:
         """One corrected proximal step of both players."""
@@ -279,12 +277,12 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
             w=problem.project_dual(s.w + eta * (h - s.own_w + s.c_w)),
             sum_theta=s.sum_theta + g,
             sum_w=s.sum_w + h,
-            count=s.count + 1,
+            steps=s.steps + 1,
         )
 
     def send(self, s: StagedControlled, t: int) -> StagedControlled:
         """Renew c_k and upload what changed in it."""
-        own_theta, own_w = s.sum_theta / s.count, s.sum_w / s.count
+        own_theta, own_w = s.sum_theta / s.steps, s.sum_w / s.steps
         return s._replace(
             own_theta=own_theta,
             own_w=own_w,

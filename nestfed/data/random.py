@@ -18,6 +18,7 @@ class Purpose(IntEnum):
     OUTPUT = 5
     PROBLEM = 6
     TASKS = 7
+    ENCODE = 8
 
 
 class Streams:

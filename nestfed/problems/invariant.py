@@ -68,9 +68,9 @@ class InvariantClients:
         eta = a.unsqueeze(-2) + self.ratio * spread
         return [((a[i], b[i]), (eta[i],)) for i in range(len(ts))]
 
-    def test_set(self, examples: int = 50_000) -> tuple[Tensor, Tensor]:
-        """Return outer samples (a, b) that no client draws."""
-        generator = self._streams.at(Purpose.PROBLEM, 1, 0)  # type: ignore[attr-defined]
+    def held_out(self, which: int, examples: int = 50_000) -> tuple[Tensor, Tensor]:
+        """Return outer samples (a, b) that no client draws; there are as many such sets as one likes."""
+        generator = self._streams.at(Purpose.PROBLEM, 1, which)  # type: ignore[attr-defined]
         a = torch.from_numpy(generator.standard_normal((examples, self.dim), dtype=np.float32)).to(self.dtype)
         return a, torch.sign(a @ self.truth)  # type: ignore[attr-defined]
 

@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow lint format complexity clean
 
 demo: $(READY)
 	$(RUN) -m nestfed demo
@@ -23,6 +23,10 @@ lint: $(READY)
 format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+# The theorems' rates, measured (about ten minutes of one core).
+complexity: $(READY)
+	$(RUN) benchmarks/complexity/measure.py
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)

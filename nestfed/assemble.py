@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nestfed import algorithms, models
 from nestfed.core import NestfedError
 from nestfed.data.clients import Examples, Pairs, start_large
+from nestfed.data.partition import Summary
 from nestfed.data.prepare import Prepared, prepare
 from nestfed.experiment import Experiment, hyper_parameters
+from nestfed.problems import language, omniglot, sine
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
 from nestfed.problems.classify import Classify
 from nestfed.problems.invariant import InvariantClients, InvariantLogistic, accuracy
+from nestfed.problems.maml import MAML
 from nestfed.report import metrics
 
 Metrics = dict[str, float]
@@ -34,8 +40,10 @@ class Assembly:
     evaluate: Callable[[Any], Metrics]
     metric: str
     """The metric that decides, unless the experiment names another."""
-    summary: str = ""
-    """Who holds what, as a table."""
+    summary: Summary | None = None
+    """Who holds what."""
+    validates: bool = False
+    """The evaluation has val_ metrics whatever the [data] table says."""
 
 
 def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
@@ -49,13 +57,20 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
         raise NestfedError("The experiment names no algorithm: set algorithm.name, or `compare --algorithms`.")
     algorithm = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
     made = APPLICATIONS[name](experiment, experiment.run.seed if seed is None else seed)
-    return Assembly(made.problem, algorithm, made.clients, made.evaluate, made.metric, made.summary)
+    return replace(made, algorithm=algorithm)
 
 
 def _labelled(experiment: Experiment, seed: int) -> Assembly:
     """Classification, AUROC and AUPRC on labelled examples."""
+    if experiment.run.evaluate not in ("central", "clients"):
+        raise NestfedError(f"run.evaluate must be central or clients, not {experiment.run.evaluate!r}.")
+    prepared = prepare(experiment.data, experiment.partition, seed, own_test=experiment.run.evaluate == "clients")
+    return labelled(experiment, prepared, prepared.positive_rate, seed)
+
+
+def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) -> Assembly:
+    """Make the objects for examples that are ready; p is the share of positives over all clients."""
     spec = experiment.problem
-    prepared = prepare(experiment.data, experiment.partition, seed)
     binary = prepared.classes == 2
     if spec.name != "classify" and not binary:
         raise NestfedError(f"{spec.name} needs two classes, not {prepared.classes}: set data.binary = true.")
@@ -82,43 +97,132 @@ def _labelled(experiment: Experiment, seed: int) -> Assembly:
         clients = Examples(arrays, prepared.parts, batch=batch, **held)
         problem = Classify(model, clip=clip)
         if spec.name == "auroc":
-            problem = AUROC(model, p=prepared.positive_rate, sigmoid=spec.sigmoid, clip=clip)
+            problem = AUROC(model, p=p, sigmoid=spec.sigmoid, clip=clip)
     metric = "ap" if spec.name == "auprc" else "auroc" if binary else "accuracy"
-    return Assembly(problem, None, clients, lambda m: score(m, prepared), metric, prepared.summary)
+    judge = partial(score, prepared=prepared, device=experiment.run.device, odds=spec.name == "classify")
+    return Assembly(problem, None, clients, judge, metric, prepared.summary)
 
 
-def score(model: Callable[[Tensor], Tensor], prepared: Prepared) -> Metrics:
+def score(model: Callable[[Tensor], Tensor], prepared: Prepared, device: str = "cpu", *, odds: bool = False) -> Metrics:
     """Return the metrics of a model on the test set, and on the validation set with the prefix val_."""
-    found = {}
+    found: Metrics = {}
     for prefix, held in (("", prepared.test), ("val_", prepared.validation)):
-        if held is not None and len(held[0]):
-            logits = torch.cat([model(prepared.ready(part)) for part in held[0].split(1000)])
-            found |= {prefix + k: v for k, v in judged(logits, held[1], prepared.classes).items()}
+        if held is not None:
+            scores = torch.cat([model(prepared.ready(part.to(device))) for part in held.x.split(1000)])
+            logits, labels = scores.double().cpu().numpy(), held.y.numpy()
+            values = pooled(logits, labels, held.parts, odds) if held.parts else judged(logits, labels, odds)
+            found |= {prefix + k: v for k, v in values.items()}
     return found
 
 
-def judged(logits: Tensor, labels: Tensor, classes: int) -> Metrics:
-    """Return AUROC and average precision for two classes, accuracy and log-loss for more."""
-    y = labels.cpu().numpy()
-    scores = logits.double().cpu().numpy()
-    if classes == 2:
-        return {"auroc": metrics.auroc(scores, y), "ap": metrics.average_precision(scores, y)}
-    return {
-        "accuracy": float((logits.argmax(1).cpu() == labels.cpu()).double().mean()),
-        "log_loss": float(torch.nn.functional.cross_entropy(logits, labels)),
-    }
+def judged(logits: np.ndarray, labels: np.ndarray, odds: bool = False) -> Metrics:
+    """Return AUROC and average precision for one score per example, accuracy and log-loss for one per class.
+
+    If single scores are log-odds, as cross-entropy makes them, accuracy and log-loss mean something for them too.
+    """
+    found = {}
+    if logits.ndim == 1:
+        found = {"auroc": metrics.auroc(logits, labels), "ap": metrics.average_precision(logits, labels)}
+    if logits.ndim == 2 or odds:
+        found |= {"accuracy": metrics.accuracy(logits, labels), "log_loss": metrics.log_loss(logits, labels)}
+    return found
+
+
+def pooled(logits: np.ndarray, labels: np.ndarray, parts: Sequence[np.ndarray], odds: bool = False) -> Metrics:
+    """Return the same from what clients may tell: sums, and histograms of their scores.
+
+    AUROC and average precision come with the largest error that the histogram's bins allow, such as auroc_error.
+    """
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        raise NestfedError("No client has examples to evaluate on.")
+    each = [(len(part) / len(logits), judged(logits[part], labels[part], odds)) for part in parts]
+    told = [k for k in ("accuracy", "log_loss") if k in each[0][1]]
+    found: Metrics = {k: sum(share * values[k] for share, values in each) for k in told}
+    if logits.ndim == 1:
+        histograms = [metrics.ScoreHistogram.of(logits[part], labels[part]) for part in parts]
+        whole = sum(histograms[1:], histograms[0])
+        for name, estimate in (("auroc", whole.auroc()), ("ap", whole.average_precision())):
+            found |= {name: estimate.value, f"{name}_error": estimate.error}
+    return found
 
 
 def _invariant(experiment: Experiment, seed: int) -> Assembly:
     """Invariant logistic regression."""
     spec = experiment.problem
-    clients = InvariantClients(
-        experiment.partition.clients, spec.dim, spec.ratio, spec.inner, spec.outer, seed=seed
-    )
-    test = clients.test_set()
+    clients = InvariantClients(experiment.partition.clients, spec.dim, spec.ratio, spec.inner, spec.outer, seed=seed)
+    test, validation = clients.held_out(0), clients.held_out(1)
     return Assembly(
-        InvariantLogistic(torch.zeros(spec.dim)), None, clients, lambda x: {"accuracy": accuracy(x, test)}, "accuracy"
+        InvariantLogistic(torch.zeros(spec.dim)),
+        None,
+        clients,
+        lambda x: {"accuracy": accuracy(x, test), "val_accuracy": accuracy(x, validation)},
+        "accuracy",
+        validates=True,
     )
+
+
+def _sine(experiment: Experiment, seed: int) -> Assembly:
+    """MAML on sine waves; the metric is R² after one inner step, on tasks that are the same for every run."""
+    spec = experiment.problem
+    clients = sine.SineClients(experiment.partition.clients, spec.tasks, spec.shots, seed=seed)
+    problem = MAML(
+        models.build(experiment.model.name, (1,), seed=seed, **experiment.model.options),
+        sine.squared_error,
+        inner_lr=spec.inner_lr,
+        tasks=clients.held,
+        first_order=spec.first_order,
+        clip=spec.clip or None,
+    )
+    steps = tuple(sorted({1, spec.inner_steps}))
+    test = sine.SineTest(spec.test_tasks, spec.shots, steps)
+    validation = sine.SineTest(200, spec.shots, steps, stream=1)
+    return Assembly(problem, None, clients, lambda m: test(m) | validation(m, "val_"), "r2_1", validates=True)
+
+
+def _omniglot(experiment: Experiment, seed: int) -> Assembly:
+    """MAML on Omniglot's characters."""
+    spec = experiment.problem
+    characters = omniglot.read(experiment.data.folder or None)
+    if spec.split == "characters":
+        split = omniglot.by_characters(len(characters.images), experiment.partition.clients, seed)
+    elif spec.split == "alphabets":
+        split = omniglot.by_alphabets(characters.alphabets)
+    else:
+        raise NestfedError(f"problem.split must be characters or alphabets, not {spec.split!r}.")
+    training, validation, test = (
+        omniglot.Episodes(characters, parts, spec.ways, spec.shots, spec.queries)
+        for parts in (split.training, split.validation, split.test)
+    )
+    problem = MAML(
+        models.build(experiment.model.name, (1, 28, 28), spec.ways, seed=seed, **experiment.model.options),
+        omniglot.cross_entropy,
+        inner_lr=spec.inner_lr,
+        first_order=spec.first_order,
+        clip=spec.clip or None,
+    )
+    clients = omniglot.OmniglotClients(training, spec.tasks, seed=seed, names=split.names)
+    judge = omniglot.FewShotTest(test, spec.test_tasks, spec.inner_steps)
+    tune = omniglot.FewShotTest(validation, max(2, spec.test_tasks // 4), spec.inner_steps, stream=1)
+    return Assembly(problem, None, clients, lambda m: judge(m) | tune(m, "val_"), "accuracy", validates=True)
+
+
+def _language(experiment: Experiment, seed: int) -> Assembly:
+    """Language modelling; the metric is the mean log-likelihood of a word, minus the logarithm of the perplexity."""
+    spec = experiment.problem
+    text = language.read(experiment.data.name, experiment.data.folder or None, spec.vocabulary, experiment.data.limit)
+    model = models.build(experiment.model.name, None, len(text.words), seed=seed, **experiment.model.options)
+    clients = language.TextClients(text.train, experiment.partition.clients, spec.batch, spec.bptt)
+
+    def evaluate(m: Any) -> Metrics:
+        found: Metrics = {}
+        for prefix, part in (("", text.test), ("val_", text.validation)):
+            value = language.perplexity(m, part.to(experiment.run.device), spec.bptt)
+            found |= {f"{prefix}log_likelihood": -math.log(value), f"{prefix}perplexity": value}
+        return found
+
+    problem = language.Language(model, clip=spec.clip or None)
+    return Assembly(problem, None, clients, evaluate, "log_likelihood", validates=True)
 
 
 APPLICATIONS: Mapping[str, Callable[[Experiment, int], Assembly]] = {
@@ -126,4 +230,7 @@ APPLICATIONS: Mapping[str, Callable[[Experiment, int], Assembly]] = {
     "auroc": _labelled,
     "auprc": _labelled,
     "invariant": _invariant,
+    "sine": _sine,
+    "omniglot": _omniglot,
+    "language": _language,
 }

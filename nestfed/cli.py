@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nestfed.core import NestfedError
+from nestfed.deploy import deploy_app
 
 if TYPE_CHECKING:
+    from nestfed.data.sources import Source
     from nestfed.experiment import Experiment
     from nestfed.running import Outcome
 
@@ -25,6 +27,7 @@ data_app = typer.Typer(
     help="The named data sets: what there is, whether it is whole, how to get it.", no_args_is_help=True
 )
 app.add_typer(data_app, name="data")
+app.add_typer(deploy_app, name="deploy")
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, such as algorithm.alpha=0.1 run.rounds=50.")
@@ -92,14 +95,22 @@ def _sent(family: str, fields: tuple[str, ...]) -> str:
 
 
 @app.command("run")
-def run_(file: str, overrides: Overrides = None, out: Out = None) -> None:
+def run_(
+    file: str,
+    overrides: Overrides = None,
+    out: Out = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a round goes.")] = False,
+) -> None:
     """Carry out an experiment file (or one of `nestfed list`). The same command goes on with an unfinished run."""
     from nestfed.report.plot import curves
-    from nestfed.running import last, run
+    from nestfed.running import last, leads, run
 
     experiment = _experiment(file, overrides)
     place = out or Path("runs") / f"{Path(file).stem}-{experiment.digest()}"
-    history = run(experiment, place, label=experiment.algorithm.name)
+    laps: dict[str, float] = {}
+    history = run(experiment, place, label=experiment.algorithm.name, profile=laps.update if profile else None)
+    if not leads():
+        return
     metrics = [k for k in history[-1] if k not in _COSTS and history[-1][k] is not None]
     for metric in metrics:
         say(f"{metric:12} {last(history, metric):.4f}")
@@ -111,6 +122,24 @@ def run_(file: str, overrides: Overrides = None, out: Out = None) -> None:
         decisive = experiment.run.metric if experiment.run.metric in metrics else metrics[0]
         picture = curves({experiment.algorithm.name: [history]}, decisive, place / "plot.png", Path(file).stem)
         say(f"record       {place / 'record.jsonl'}\npicture      {picture}")
+    if profile:
+        _profile(laps)
+
+
+def _profile(laps: dict[str, float]) -> None:
+    from rich.table import Table
+
+    total = sum(laps.values())
+    if not total:
+        say("\nprofile: nothing was run, the experiment was finished.")
+        return
+    table = Table(title="Where the time went", title_justify="left", box=None, pad_edge=False)
+    for column in ("", "seconds", "share"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, seconds in laps.items():
+        table.add_row(name, f"{seconds:.3f}", f"{100 * seconds / total:.1f} %")
+    say()
+    say(table)
 
 
 _COSTS = ("round", "iteration", "participants", "loss", "drift", "examples", "bytes_up", "bytes_down", "seconds")
@@ -250,37 +279,68 @@ def cite(name: str) -> None:
 
 @data_app.command("list")
 def data_list() -> None:
-    """Show the named data sets."""
+    """Show the named data sets, and which are on this machine."""
     from rich.table import Table
 
-    from nestfed.data import sources
+    from nestfed.data import files, sources
 
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "examples", "licence", "what it is"):
-        table.add_column(column, overflow="fold")
+    for column in ("name", "here", "what it is", "examples", "licence"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "here"))
     for source in sources.names():
-        table.add_row(source.name, source.examples, source.licence, source.about)
+        here = "yes" if not source.forms or sources.where(source.name) else f"no, {_download(source)}"
+        table.add_row(source.name, here, source.about, source.examples, source.licence)
     say(table)
+    say("\nA data set that is not here is downloaded when it is first used, or by `nestfed data fetch NAME`, into")
+    say(f"{files.cache_folder() / 'data'}. Set NESTFED_DATA to a folder that holds them to use that instead.")
+
+
+def _download(source: Source) -> str:
+    """Return how much there is to download."""
+    offered = [form for form in source.forms if all(file.url for file in form)] or source.forms
+    return _size(sum(file.size for file in offered[0]))
+
+
+Folder = Annotated[Path | None, typer.Option(help="Where the files are.")]
 
 
 @data_app.command("check")
-def data_check(name: str, folder: Annotated[Path | None, typer.Option(help="Where the files are.")] = None) -> None:
-    """Compare a data set's files with their published checksums."""
+def data_check(
+    name: Annotated[str, typer.Argument(help="A data set [default: all that are on this machine].")] = "",
+    folder: Folder = None,
+) -> None:
+    """Compare files with their published checksums."""
     from nestfed.data import sources
 
-    found = sources.check(name, folder)
-    for file in found:
-        say(f"{file.path}: {file.problem or 'whole'}")
-    if not found:
-        say(f"{name} comes with scikit-learn: nothing to check.")
-    if any(file.problem for file in found):
-        raise NestfedError(f"{name} is not whole.")
+    names = [name] if name else [s.name for s in sources.names() if sources.where(s.name, folder)]
+    if not names:
+        say("No data set is on this machine yet; see `nestfed data list`.")
+    wrong = []
+    for each in names:
+        found = sources.check(each, folder)
+        problems = [file.problem for file in found if file.problem]
+        if not found:
+            say(f"{each}: comes with scikit-learn, nothing to check.")
+        elif not problems:
+            say(f"{each}: whole, {len(found)} file{'s' * (len(found) > 1)} in {found[0].path.parent}")
+        elif not any(file.path.exists() for file in found):
+            raise NestfedError(f"{each} is not in {found[0].path.parent}: `nestfed data fetch {each}` downloads it.")
+        else:
+            wrong.append(each)
+            for problem in problems:
+                say(f"{each}: {problem}")
+    if wrong:
+        raise NestfedError(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not as published.")
 
 
 @data_app.command("fetch")
 def data_fetch(name: str) -> None:
     """Download a data set into the cache; an interrupted download goes on where it stopped."""
-    from nestfed.data import sources
+    from nestfed.data import files, sources
 
+    place = sources.where(name)
+    if place and files.cache_folder() not in place.parents:  # what is in the cache is verified, and mended
+        say(f"{name} is already in {place}; `nestfed data check {name}` compares it with the published files.")
+        return
     found = sources.fetch(name)
-    say(f"{name} is in {found.folder}.")
+    say(f"{name} is in {found.folder}." if found.files else f"{name} comes with scikit-learn: nothing to fetch.")

@@ -84,6 +84,17 @@ class RunSpec:
     encode: str = ""
     """What is sent in fewer bits: float16, bfloat16 or int8 for uploads; int8/float16 rounds downloads too."""
     mode: str = "auto"
+    """How clients are run: vmap (vectorised), loop (one after another), or auto."""
+    workers: int = 0
+    """Processes that share the clients out; 0 means as many as pay."""
+    compile: bool = False
+    """Compile vectorised steps: some seconds at the start, then small dense problems are several times faster."""
+    precision: str = "full"
+    """bf16 computes products and convolutions in 16 bits; all state keeps its own type."""
+    accumulate: int = 1
+    """Evaluate every batch in this many pieces, when it does not fit as a whole."""
+    memory_gb: float = 0.0
+    """What clients keep between rounds lies on disk beyond this; 0 means half of the machine's memory."""
     device: str = "cpu"
     checkpoint_every: int = 10
     sites: str = "federated"
@@ -125,7 +136,7 @@ class Experiment:
 
     def digest(self) -> str:
         """Return a short name of these settings."""
-        return hashlib.sha256(json.dumps(self.resolved(), sort_keys=True).encode()).hexdigest()[:10]
+        return hashlib.sha256(json.dumps(identity(self.resolved()), sort_keys=True).encode()).hexdigest()[:10]
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Experiment:
         """Return the experiment with dotted settings changed: {"algorithm.alpha": 0.1}."""
@@ -177,6 +188,12 @@ class Experiment:
             if not isinstance(values, list) or not values:
                 raise NestfedError(f"methods.{name}.grid.{key!r} must be a list of values to try.")
         return dict(grid)
+
+
+def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those settings that decide the numbers: all but how the clients are run."""
+    how = ("mode", "workers", "compile", "accumulate", "memory_gb", "device")
+    return {**settings, "run": {k: v for k, v in settings.get("run", {}).items() if k not in how}}
 
 
 _SECTIONS: dict[str, type] = {

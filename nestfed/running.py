@@ -18,7 +18,7 @@ from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
 from nestfed.engine.record import Record
 from nestfed.engine.record import read as read_record
-from nestfed.experiment import Experiment, from_tables
+from nestfed.experiment import Experiment, from_tables, identity
 
 TUNING_SEED = 1000
 """Tuning uses seeds from here on, so that no reported seed was ever tuned on."""
@@ -33,7 +33,11 @@ def claim(out: Path, experiment: Experiment) -> None:
     path = out / "experiment.json"
     settings = json.dumps(experiment.resolved(), indent=2, sort_keys=True)
     if path.exists():
-        if path.read_text(encoding="utf-8") != settings:
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise NestfedError(f"{path} cannot be read: {error}.") from error
+        if identity(held) != identity(json.loads(settings)):
             raise NestfedError(f"{out} holds another experiment; choose another directory with --out.")
     elif any(out.iterdir()):
         raise NestfedError(f"{out} is not empty and holds no run; choose another directory with --out.")
@@ -41,30 +45,49 @@ def claim(out: Path, experiment: Experiment) -> None:
         write_atomically(path, settings.encode())
 
 
+def leads() -> bool:
+    """Tell whether this process writes: not if `torchrun` started it as one of the others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def run(
-    experiment: Experiment, out: Path, *, label: str = "", progress: bool | None = None, picture: bool = True
+    experiment: Experiment,
+    out: Path,
+    *,
+    label: str = "",
+    progress: bool | None = None,
+    picture: bool = True,
+    profile: Callable[[Mapping[str, float]], None] | None = None,
 ) -> list[Record]:
     """Carry out one run in its directory; go on with an unfinished one, leave a finished one alone.
 
-    Who holds what is told in clients.txt and drawn in clients.png.
+    Who holds what is told in clients.txt and drawn in clients.png. `profile` hears where the time went.
     """
     fresh = not out.exists()
-    claim(out, experiment)
+    if leads():
+        claim(out, experiment)
     if (out / "finished.json").exists():
         return read_record(out / "record.jsonl")
     try:
-        return _run(experiment, out, label, progress, picture)
+        return _run(experiment, out, label, progress, picture and leads(), profile)
     except NestfedError:
-        if fresh and not read_record(out / "record.jsonl"):
+        if fresh and leads() and not read_record(out / "record.jsonl"):
             shutil.rmtree(out)  # nothing was done, so nothing is left
         raise
 
 
-def _run(experiment: Experiment, out: Path, label: str, progress: bool | None, picture: bool) -> list[Record]:
+def _run(
+    experiment: Experiment,
+    out: Path,
+    label: str,
+    progress: bool | None,
+    picture: bool,
+    profile: Callable[[Mapping[str, float]], None] | None,
+) -> list[Record]:
     from nestfed.assemble import assemble
 
     made = assemble(experiment)
-    if made.summary is not None:
+    if made.summary is not None and leads():
         write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
         if picture:
             made.summary.draw(out / "clients.png")
@@ -72,13 +95,20 @@ def _run(experiment: Experiment, out: Path, label: str, progress: bool | None, p
         return _alone(experiment, made, out)
     if experiment.run.sites != "federated":
         raise NestfedError(f"run.sites must be federated or alone, not {experiment.run.sites!r}.")
-    history = _simulate(experiment, made, made.clients, out, label, progress)
-    _finish(out, history)
+    history = _simulate(experiment, made, made.clients, out, label, progress, profile)
+    if leads():
+        _finish(out, history)
     return history
 
 
 def _simulate(
-    experiment: Experiment, made: Any, clients: Any, out: Path, label: str, progress: bool | None
+    experiment: Experiment,
+    made: Any,
+    clients: Any,
+    out: Path,
+    label: str,
+    progress: bool | None,
+    profile: Callable[[Mapping[str, float]], None] | None = None,
 ) -> list[Record]:
     from safetensors.torch import save_file
 
@@ -95,17 +125,28 @@ def _simulate(
         seed=spec.seed,
         device=spec.device,
         mode=spec.mode,  # type: ignore[arg-type]
+        workers=spec.workers,
+        compile=spec.compile,
+        precision=spec.precision,  # type: ignore[arg-type]
+        accumulate=spec.accumulate,
+        memory_limit=round(spec.memory_gb * 1e9),
         evaluate=made.evaluate,
         every=spec.every,
         output=spec.output,  # type: ignore[arg-type]
         best=f"val_{metric}" if spec.output == "best" else "",
         participation=spec.participation or None,
         failures=spec.failures,
+        encode=spec.encode,
         directory=out,
         checkpoint_every=spec.checkpoint_every,
         progress=progress,
         label=label,
+        profile=profile is not None,
     )
+    if profile is not None:
+        profile(result.profile)
+    if not leads():
+        return result.history
     if hasattr(result.model, "state_dict"):
         tensors = {k: v.contiguous().clone() for k, v in result.model.state_dict().items()}
     else:

@@ -316,6 +316,16 @@ def test_absent_clients_keep_their_fields(name: str) -> None:
         assert int(changed.sum()) <= 2
 
 
+def test_a_drawn_outcome_when_nobody_answers_or_the_draw_is_past(tmp_path: Path) -> None:
+    """A round without answers leaves the point where it was; a run that was not asked for a draw cannot give one."""
+    for seed in range(6):
+        result = run("fedavg", 3, failures=0.9, output="uniform", seed=seed)
+        assert torch.isfinite(result.x).all()
+    run("fedavg", 5, directory=tmp_path)
+    with pytest.raises(NestfedError, match="uniform"):
+        run("fedavg", 5, directory=tmp_path, output="uniform")
+
+
 @every
 def test_refuses_other_kinds(name: str) -> None:
     x, s = torch.zeros(3, dtype=torch.float64), setting(name)

@@ -216,8 +216,11 @@ def test_by_column_sorts_and_names() -> None:
 def test_by_column_merges_small_groups() -> None:
     hospital = [1, 1, 1, 2, 3, 4, 5, 6]
     region = ["W", "W", "W", "W", "W", "E", "E", None]
-    with pytest.raises(NestfedError, match="only 1 rows together"):  # hospital 6 has nobody to join
-        by_column(hospital, smallest=2, fallback=region)
+    parts, names = by_column(hospital, smallest=2, fallback=region)  # hospital 6 has no region to join
+    assert names == ["1", "small: W", "small: rest"]
+    assert [p.tolist() for p in parts] == [[0, 1, 2], [3, 4], [5, 6, 7]]
+    with pytest.raises(NestfedError, match="only 1 rows together"):
+        by_column([1, 1, 2], smallest=2, fallback=["W", "W", "E"])
     parts, names = by_column(hospital[:7], smallest=2, fallback=region[:7])
     assert names == ["1", "small: E", "small: W"]
     assert [p.tolist() for p in parts] == [[0, 1, 2], [5, 6], [3, 4]]

@@ -14,7 +14,7 @@ def test_the_example_works_when_pasted() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(code.strip().splitlines()) <= 16
     scope: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), scope)  # noqa: S102
+    exec(compile(code, "README.md", "exec"), scope)
     history = scope["result"].history  # type: ignore[attr-defined]
     assert history[-1]["round"] == 20
     assert history[-1]["ap"] > 0.97 > history[0]["ap"] + 0.01

@@ -28,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from nestfed.cli import main
 from nestfed.core import NestfedError
 from nestfed.data import files, formats, sources, tables
 from nestfed.data.files import File, Found
@@ -1121,6 +1122,42 @@ def test_where_files_are_looked_for(toy: Toy, tmp_path: Path, monkeypatch: pytes
         assert same(load("toy"))
         assert len(server.seen) == 1
     assert (tmp_path / "cache/data/toy/toy.idx").read_bytes() == TOY
+
+
+def test_the_data_commands(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*words: str) -> tuple[object, str]:
+        monkeypatch.setattr("sys.argv", ["nestfed", "data", *words])
+        code: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        return code, "".join(capsys.readouterr())
+
+    cached = tmp_path / "cache/data/toy/toy.idx"
+    assert "no, " in told("list")[1]
+    assert told("check") == (0, "No data set is on this machine yet; see `nestfed data list`.\n")
+    code, text = told("check", "toy")
+    assert code == 2
+    assert "`nestfed data fetch toy` downloads it." in text
+    with serving({"toy/toy.idx": TOY}) as server:
+        monkeypatch.setenv("NESTFED_MIRROR", server.url)
+        assert told("fetch", "toy") == (0, f"toy is in {cached.parent}.\n")
+        assert "yes" in told("list")[1]
+        assert told("check") == (0, f"toy: whole, 1 file in {cached.parent}\n")
+        cached.write_bytes(b"?" + TOY[1:])
+        code, text = told("check", "toy")
+        assert code == 2
+        assert str(cached) in text
+        assert "toy is not as published." in text
+        assert told("fetch", "toy")[0] == 0  # which mends it
+        assert cached.read_bytes() == TOY
+        monkeypatch.setenv("NESTFED_DATA", str(tmp_path / "data"))
+        seen = len(server.seen)
+        assert "already in" in told("fetch", "toy")[1]
+        assert len(server.seen) == seen
 
 
 def test_decoded_once(toy: Toy, tmp_path: Path) -> None:

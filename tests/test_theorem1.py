@@ -103,7 +103,7 @@ def fafed(q: int, eta: float, alpha: float, rho: float, rounds: int, start: floa
 # The slowest setting starts nearer, on the same straight piece; from 10 it only needs longer to come here.
 @pytest.mark.parametrize(
     ("q", "eta", "alpha", "rho", "rounds", "start"),
-    [(1, 0.1, 0.5, 0.1, 500, 10.0), (5, 0.05, 0.05, 1.0, 400, 10.0), (20, 0.01, 0.01, 1.0, 150, 2.0)],
+    [(1, 0.1, 0.5, 0.1, 700, 10.0), (5, 0.05, 0.05, 1.0, 400, 10.0), (20, 0.01, 0.01, 1.0, 150, 2.0)],
 )
 def test_fafed_converges(q: int, eta: float, alpha: float, rho: float, rounds: int, start: float) -> None:
     assert abs(fafed(q, eta, alpha, rho, rounds, start)) < 0.01

@@ -48,7 +48,8 @@ def draw(clients: Clients, ns: Sequence[int], ts: range) -> list[Batch]:
     """Return for every iteration in ts the batches of the clients ns, stacked along a new first axis."""
     at_once = getattr(clients, "draw", None)
     if at_once is not None:
-        return at_once(ns, ts)  # type: ignore[no-any-return]
+        batches: list[Batch] = at_once(ns, ts)
+        return batches
     return [_stack([clients.sample(n, t) for n in ns], ns) for t in ts]
 
 
@@ -123,7 +124,7 @@ class _Held(ABC):
         """Draw and gather the batches of several clients and iterations at once."""
         chosen = [np.stack([self.indices(n, t) for n in ns]) for t in ts]
         flat = torch.from_numpy(np.concatenate([c.ravel() for c in chosen]))
-        gathered = tuple(a[flat.to(a.device)] for a in self.arrays)
+        gathered = tuple(a.index_select(0, flat.to(a.device)) for a in self.arrays)
         if self.transform is not None:
             gathered = (self.transform(gathered[0]), *gathered[1:])
         sizes = [c.size for c in chosen]
@@ -204,10 +205,11 @@ class Pairs(_Held):
         """Cut the rows into outer and inner samples and weigh the strata by each client's own positive rate."""
         x, y = gathered
         b, k, m = size_at(self.outer, t), self._positives, self.inner  # type: ignore[attr-defined]
+        kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()
         rate = self._rates[list(ns)].to(x.device)  # type: ignore[attr-defined]
-        present = (rate > 0).to(x.dtype)
+        present = (rate > 0).to(kind)
         inner = torch.cat(
             [(rate * m / k)[:, None].expand(-1, k), ((1 - rate) * m / (m - k))[:, None].expand(-1, m - k)], 1
         )
         outer = (x[:, :b], present[:, None].expand(-1, b))
-        return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(x.dtype), inner.to(x.dtype)))
+        return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(kind), inner.to(kind)))

@@ -186,8 +186,8 @@ def by_column(
     Clients come sorted by value: as numbers if all are numbers, otherwise as text, and rows without a value
     (None, NaN, empty) last as "missing". Groups of fewer than ``smallest`` rows are merged: those that share
     a value of ``fallback``, a second and coarser column such as the region, into "small: <that value>", and
-    what is still too small, or all of it without ``fallback``, into "small: rest". If even that has fewer
-    than ``smallest`` rows the request is refused.
+    what is still too small, or all of it without ``fallback``, into "small: rest". If that has fewer than
+    ``smallest`` rows the smallest of the merged groups joins it; if there is none the request is refused.
     """
     names, codes = _values(values)
     smallest = _whole("by_column: smallest", smallest, 1)
@@ -204,6 +204,9 @@ def by_column(
             if rows.sum() >= smallest:
                 clients.append((f"small: {name}", rows))
                 small = small & ~rows
+    merged = [i for i, (name, _) in enumerate(clients) if name.startswith("small: ")]
+    if 0 < small.sum() < smallest and merged:
+        small = small | clients.pop(min(merged, key=lambda i: int(clients[i][1].sum())))[1]
     if 0 < small.sum() < smallest:
         raise NestfedError(
             f"by_column: the groups below smallest={smallest} have only {small.sum()} rows together; "
@@ -359,6 +362,56 @@ class Summary:
             for row in rows
         )
 
+    def draw(self, path: str | Path) -> Path:
+        """Draw one bar per client, coloured by class and as long as its number of examples; return the path."""
+        # Figure and not pyplot: nothing global is touched, and no screen is needed.
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        clients, classes = self.counts.shape
+        row = min(0.3, 9.0 / clients)  # inches per client: the picture never gets taller than a page
+        shown = range(classes) if classes <= 20 else range(0, classes, -(-classes // 10))
+        height = max(row * clients + 0.8, 0.18 * len(shown) + 0.6, 2.0)  # room for the bars and for the legend
+        figure = Figure(figsize=(7.5, height), dpi=150, layout="constrained")
+        axes = figure.add_subplot()
+        scheme = colormaps["tab10" if classes <= 10 else "tab20" if classes <= 20 else "viridis"]
+        colours = [scheme(c if classes <= 20 else c / (classes - 1)) for c in range(classes)]
+        left = np.zeros(clients, dtype=np.int64)
+        for c in range(classes):
+            axes.barh(
+                np.arange(clients),
+                self.counts[:, c],
+                left=left,
+                height=0.82,
+                color=colours[c],
+                label=self.classes[c],
+            )
+            left = left + self.counts[:, c]
+        numbered = all(name.isdecimal() for name in self.names)
+        step = 5 if numbered and clients > 30 else 1
+        axes.set_yticks(np.arange(0, clients, step), self.names[::step], fontsize=min(9.0, 72 * row * step * 0.8))
+        axes.set_ylim(clients - 0.4, -0.6)  # client 0 on top, as in the table
+        axes.set_ylabel("client")
+        axes.set_xlabel("examples")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.02)
+        axes.spines[["top", "right"]].set_visible(False)
+        handles = axes.get_legend_handles_labels()[0]
+        figure.legend(
+            [handles[c] for c in shown],
+            [self.classes[c] for c in shown],
+            title="class" if classes <= 20 else f"class (every {shown.step}th of {classes})",
+            loc="outside right upper",
+            frameon=False,
+            fontsize=8,
+            title_fontsize=9,
+        )
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        return path
+
 
 def summary(parts: Sequence[npt.ArrayLike], labels: npt.ArrayLike, names: Sequence[str] | None = None) -> Summary:
     """Count the examples of each class at each client; ``str()`` of the result is a table."""
@@ -382,54 +435,8 @@ def picture(
     path: str | Path,
     names: Sequence[str] | None = None,
 ) -> Path:
-    """Draw one bar per client, coloured by class and as long as its number of examples; return the path."""
-    # Figure and not pyplot: nothing global is touched, and no screen is needed.
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    table = summary(parts, labels, names)
-    clients, classes = table.counts.shape
-    row = min(0.3, 9.0 / clients)  # inches per client: the picture never gets taller than a page
-    shown = range(classes) if classes <= 20 else range(0, classes, -(-classes // 10))
-    height = max(row * clients + 0.8, 0.18 * len(shown) + 0.6, 2.0)  # room for the bars and for the legend
-    figure = Figure(figsize=(7.5, height), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    scheme = colormaps["tab10" if classes <= 10 else "tab20" if classes <= 20 else "viridis"]
-    colours = [scheme(c if classes <= 20 else c / (classes - 1)) for c in range(classes)]
-    left = np.zeros(clients, dtype=np.int64)
-    for c in range(classes):
-        axes.barh(
-            np.arange(clients),
-            table.counts[:, c],
-            left=left,
-            height=0.82,
-            color=colours[c],
-            label=table.classes[c],
-        )
-        left = left + table.counts[:, c]
-    step = 1 if names is not None or clients <= 30 else 5
-    axes.set_yticks(np.arange(0, clients, step), table.names[::step], fontsize=min(9.0, 72 * row * step * 0.8))
-    axes.set_ylim(clients - 0.4, -0.6)  # client 0 on top, as in the table
-    axes.set_ylabel("client")
-    axes.set_xlabel("examples")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0.02)
-    axes.spines[["top", "right"]].set_visible(False)
-    handles = axes.get_legend_handles_labels()[0]
-    figure.legend(
-        [handles[c] for c in shown],
-        [table.classes[c] for c in shown],
-        title="class" if classes <= 20 else f"class (every {shown.step}th of {classes})",
-        loc="outside right upper",
-        frameon=False,
-        fontsize=8,
-        title_fontsize=9,
-    )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    """Draw who holds what; return the path."""
+    return summary(parts, labels, names).draw(path)
 
 
 # ------------------------------------------------------------------------------------------ small helpers

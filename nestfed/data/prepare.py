@@ -1,11 +1,12 @@
-"""From a data set to what the clients hold: labels, imbalance, hold-outs, partition, scaling."""
+"""From a data set to what the clients hold: labels, hold-outs, imbalance, partition, scaling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -15,15 +16,19 @@ from nestfed.core import NestfedError
 from nestfed.data import partition
 from nestfed.data.sources import Dataset, load, load_table
 
-# The usual mean and deviation per channel, of pixels in [0, 1].
-PIXELS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+_TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
+PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "mnist": ((0.1307,), (0.3081,)),
     "fashion-mnist": ((0.2860,), (0.3530,)),
     "cifar-10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "tiny-imagenet": ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
+    "tiny-imagenet": _TINY,
+    "tiny-imagenet-200": _TINY,
 }
+"""The usual mean and deviation per channel, of pixels in [0, 1]. Other images are left in [0, 1]."""
 KEEP_AS_FLOATS = 300_000_000
 """Images that need fewer bytes as floats are converted once, larger sets batch by batch."""
+FAR = 5.0
+"""A feature's largest distance from its mean, in deviations."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +39,29 @@ class DataSpec:
     file: str = ""
     """A table of the user's own, instead of a name."""
     target: str = ""
+    """Its column that is to be predicted."""
+    classes: tuple[str, ...] = ()
+    """The values of that column, in order, where a file may not hold all of them."""
     columns: tuple[str, ...] = ()
+    """Its columns that are no features but to divide by: a hospital, a patient."""
     drop: tuple[str, ...] = ()
     folder: str = ""
+    """Where the files of a named data set are, if neither in NESTFED_DATA nor in the cache."""
     binary: bool = False
     """Second half of the classes against the first."""
     positive: tuple[int, ...] = ()
     """The positive classes, if not the second half."""
     remove: str = ""
-    """"positive" or "negative": the side of which `fraction` is removed from the training examples."""
+    """The side, positive or negative, of which `fraction` is removed from the training examples."""
     fraction: float = 0.8
     validation: float = 0.0
     """The share of the training examples that is set aside for tuning, before anything is removed."""
     test: float = 0.25
-    """The share that is set aside as test set where the origin names none."""
+    """The share that is set aside as test set where the origin names none, or by every client of its own."""
+    split: int = 0
+    """Which test set that is. It does not depend on run.seed: tuning, which has a seed of its own, must not see it."""
+    group: str = ""
+    """The column whose values (patients) never stand on both sides of a split; "patient" if there is such a column."""
     limit: int = 0
     """At most so many training examples, for quick tries; 0 means all."""
 
@@ -68,7 +82,15 @@ class PartitionSpec:
     fallback: str = ""
 
 
-Pair = tuple[Tensor, Tensor]
+@dataclass(frozen=True)
+class Held:
+    """Examples set aside. If they stay with the clients, `parts` says which are whose."""
+
+    x: Tensor
+    y: Tensor
+    parts: Sequence[np.ndarray] = ()
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Their hospital, region, …, for evaluation by group."""
 
 
 @dataclass(frozen=True)
@@ -79,96 +101,143 @@ class Prepared:
     y: Tensor
     parts: Sequence[np.ndarray]
     names: Sequence[str]
-    test: Pair
-    validation: Pair | None
+    test: Held
+    validation: Held | None
     classes: int
-    transform: Callable[[Tensor], Tensor] | None = None
-    summary: str = ""
-    features: tuple[str, ...] = field(default=())
+    transform: Callable[[Tensor], Tensor] | None
+    summary: partition.Summary
+    """Who holds what for training."""
 
     @property
     def positive_rate(self) -> float:
-        """The share of positives over all clients, from their own counts."""
-        held = torch.from_numpy(np.concatenate(self.parts))
-        return float((self.y[held] == 1).double().mean())
+        """The share of positives in what the clients' mean objective averages over: the mean of their own shares.
+
+        Clients weigh 1/N each whatever their sizes, so this, and not the share in all rows together, is the Pr(y=1)
+        of that mixture. A client tells two counts for it.
+        """
+        return fmean(float((self.y[part] == 1).double().mean()) for part in self.parts)
 
     def ready(self, x: Tensor) -> Tensor:
         """Return examples as the model wants them."""
         return x if self.transform is None else self.transform(x)
 
 
-def prepare(data: DataSpec, parts: PartitionSpec, seed: int) -> Prepared:
-    """Load, label, set aside, remove, divide and scale, all with one seed."""
-    train, test = _load(data, seed)
-    labels_train, classes = _labels(train, data)
-    labels_test = _labels(test, data)[0]
-    rows = np.arange(len(train))
-    held = rows[:0]
+def prepare(
+    data: DataSpec, parts: PartitionSpec, seed: int, *, own_test: bool = False, scaling: Scaling | None = None
+) -> Prepared:
+    """Load, label, set aside, remove, divide and scale.
+
+    The test set is the origin's, else a share set aside by `data.split`. With `own_test` there is none in the middle:
+    the clients are made first, of the origin's training examples, and each keeps a share of its own for testing (and
+    of the rest for validation). A `scaling` from elsewhere takes the place of these examples' own.
+    """
+    if data.remove not in ("", "positive", "negative"):
+        raise NestfedError(f"data.remove must be 'positive' or 'negative', not {data.remove!r}.")
+    whole, test = _load(data)
+    labels, classes = _labels(whole.y, len(whole.classes), data)
+    if data.remove and classes != 2:
+        raise NestfedError("data.remove needs two classes: set data.binary = true.")
+    rows, strata, owner = np.arange(len(whole)), labels, None
+    if own_test:
+        shares, names = _divide(parts, whole.columns, labels, seed)
+        owner = np.empty(len(whole), np.int64)
+        for n, share in enumerate(shares):
+            owner[share] = n
+        strata = owner * classes + labels  # every client sets aside some of each of its classes
+    tested = rows[:0]
+    if own_test or test is None:
+        rows, tested = _aside(data, whole, strata, rows, data.test, data.split)
+    validated = rows[:0]
     if data.validation:
-        groups = train.columns.get("patient")
-        rows, held = partition.hold_out(
-            len(train), data.validation, seed, groups=groups, labels=None if groups is not None else labels_train
-        )
+        rows, validated = _aside(data, whole, strata, rows, data.validation, seed)
     if data.remove:
-        if data.remove not in ("positive", "negative"):
-            raise NestfedError(f"data.remove must be 'positive' or 'negative', not {data.remove!r}.")
-        if classes != 2:
-            raise NestfedError("data.remove needs two classes: set data.binary = true.")
-        rows = rows[partition.remove(labels_train[rows], int(data.remove == "positive"), data.fraction, seed)]
+        rows = rows[partition.remove(labels[rows], int(data.remove == "positive"), data.fraction, seed)]
     if data.limit and len(rows) > data.limit:
         rows = np.sort(np.random.default_rng(seed).choice(rows, data.limit, replace=False))
-    shares, names = _divide(parts, train.take(rows), labels_train[rows], seed)
-    local = partition.summary(shares, labels_train[rows], names)
-    used = train.take(np.concatenate([rows, held]))
-    x, x_test, transform = _scaled(data.name, used, test, len(rows))
-    y, y_test = torch.from_numpy(labels_train[np.concatenate([rows, held])]), torch.from_numpy(labels_test)
-    n = len(rows)
+    if owner is None:
+        shares, names = _divide(parts, {k: v[rows] for k, v in whole.columns.items()}, labels[rows], seed)
+    else:
+        shares = _owned(owner[rows], len(names))
+        if empty := [name for name, share in zip(names, shares) if not len(share)]:
+            raise NestfedError(f"Client {empty[0]} has no training examples left: lower data.test, or merge clients.")
+    scale, later = _scaling(data.name, whole.x, rows) if scaling is None else (scaling, None)
+    y = torch.from_numpy(labels)
+
+    def held(chosen: np.ndarray) -> Held:
+        parts = _owned(owner[chosen], len(names)) if owner is not None else ()
+        columns = {k: v[chosen] for k, v in whole.columns.items()}
+        return Held(scale(whole.x[chosen]), y[chosen], parts, columns)
+
+    if own_test or test is None:
+        outside = held(tested)
+    else:
+        answers = torch.from_numpy(_labels(test.y, len(test.classes), data)[0])
+        outside = Held(scale(test.x), answers, columns=test.columns)
+    summary = partition.summary(shares, labels[rows], names)
+    called = ("negative", "positive") if data.binary or data.positive else whole.classes
     return Prepared(
-        x[:n],
-        y[:n],
+        scale(whole.x[rows]),
+        y[rows],
         shares,
         names,
-        (x_test, y_test),
-        (x[n:], y[n:]) if len(held) else None,
+        outside,
+        held(validated) if len(validated) else None,
         classes,
-        transform,
-        str(local),
-        train.features,
+        later,
+        replace(summary, classes=tuple(called[int(c)] for c in summary.classes)),
     )
 
 
-def _load(data: DataSpec, seed: int) -> tuple[Dataset, Dataset]:
+def _load(data: DataSpec) -> tuple[Dataset, Dataset | None]:
+    """Return the examples, and the origin's test set if it names one."""
     if bool(data.name) == bool(data.file):
         raise NestfedError("data needs a name or a file, and not both.")
     if data.file:
         if not data.target:
             raise NestfedError(f"data.target must name the column of {data.file} that is to be predicted.")
-        whole = load_table(Path(data.file), data.target, columns=data.columns, drop=data.drop)
-        return _cut(whole, data.test, seed)
+        table = load_table(
+            Path(data.file), data.target, columns=data.columns, drop=data.drop, classes=data.classes or None
+        )
+        return table, None
     split = load(data.name, data.folder or None)
-    return (split.train, split.test) if len(split.test) else _cut(split.train, data.test, seed)
+    if not split.train.y.size:
+        raise NestfedError(f"{data.name} has no labels: it is for language modelling.")
+    return split.train, split.test if len(split.test) else None
 
 
-def _cut(whole: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Set a test set aside: by patient where patients are known, otherwise stratified by label."""
-    groups = whole.columns.get("patient")
-    rest, held = partition.hold_out(
-        len(whole), share, seed + 1, groups=groups, labels=None if groups is not None else whole.y
-    )
-    return whole.take(rest), whole.take(held)
+def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, int]:
+    """Return the labels to learn and how many there are: the classes, or 1 for the positive ones."""
+    if not (data.binary or data.positive):
+        return np.array(y, dtype=np.int64), classes
+    positive = data.positive or tuple(range(classes // 2, classes))
+    if wrong := [c for c in positive if not (isinstance(c, int) and 0 <= c < classes)]:
+        raise NestfedError(f"data.positive: there is no class {wrong[0]!r}; the classes are 0 to {classes - 1}.")
+    return np.isin(y, positive).astype(np.int64), 2
 
 
-def _labels(data: Dataset, spec: DataSpec) -> tuple[np.ndarray, int]:
-    if not data.y.size:
-        raise NestfedError(f"{spec.name} has no labels: it is for language modelling.")
-    if spec.binary or spec.positive:
-        half = range(len(data.classes) // 2, len(data.classes))
-        return partition.binary(data.y, spec.positive or half), 2
-    return np.asarray(data.y, dtype=np.int64), len(data.classes)
+def _aside(
+    data: DataSpec, whole: Dataset, strata: np.ndarray, rows: np.ndarray, share: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Set a share of some rows aside: by patient where patients are known, otherwise by strata."""
+    group = data.group or ("patient" if "patient" in whole.columns else "")
+    if not group:
+        rest, held = partition.hold_out(len(rows), share, seed, labels=strata[rows])
+    else:
+        rest, held = partition.hold_out(
+            len(rows), share, seed, groups=_column("data.group", group, whole.columns)[rows]
+        )
+    return rows[rest], rows[held]
+
+
+def _column(setting: str, name: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    if name not in columns:
+        known = f"there are {', '.join(columns)}" if columns else "this data set has none"
+        raise NestfedError(f"{setting}: there is no column {name!r} to divide by; {known}.")
+    return columns[name]
 
 
 def _divide(
-    spec: PartitionSpec, data: Dataset, labels: np.ndarray, seed: int
+    spec: PartitionSpec, columns: Mapping[str, np.ndarray], labels: np.ndarray, seed: int
 ) -> tuple[list[np.ndarray], list[str]]:
     kinds: dict[str, Callable[[], list[np.ndarray]]] = {
         "even": lambda: partition.even(len(labels), spec.clients, seed),
@@ -179,56 +248,67 @@ def _divide(
         "pooled": lambda: [np.arange(len(labels))],
     }
     if spec.kind == "column":
-        for name in filter(None, (spec.column or " ", spec.fallback)):
-            if name not in data.columns:
-                known = ", ".join(data.columns) or "none"
-                raise NestfedError(f"partition.column: there is no column {name.strip()!r} to divide by (there are: {known}).")
-        coarse: Any = data.columns[spec.fallback] if spec.fallback else None
-        return partition.by_column(data.columns[spec.column], spec.smallest, coarse)
+        coarse = _column("partition.fallback", spec.fallback, columns) if spec.fallback else None
+        return partition.by_column(_column("partition.column", spec.column, columns), spec.smallest, coarse)
     if spec.kind not in kinds:
         raise NestfedError(f"partition.kind must be one of {', '.join([*kinds, 'column'])}, not {spec.kind!r}.")
     shares = kinds[spec.kind]()
-    return shares, [str(n) for n in range(len(shares))]
+    return shares, ["all"] if spec.kind == "pooled" else [str(n) for n in range(len(shares))]
 
 
-def _scaled(
-    name: str, used: Dataset, test: Dataset, training: int
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
-    if used.x.dtype != np.uint8:
-        x, x_test = standardise(used.x, test.x, training)
-        return x, x_test, None
+def _owned(owner: np.ndarray, clients: int) -> list[np.ndarray]:
+    """Turn "row → client" into every client's rows."""
+    return [np.flatnonzero(owner == n) for n in range(clients)]
+
+
+Scaling = Callable[[np.ndarray], Tensor]
+
+
+def _scaling(name: str, x: np.ndarray, rows: np.ndarray) -> tuple[Scaling, Callable[[Tensor], Tensor] | None]:
+    """Return what turns examples into tensors, and what is left to be done batch by batch."""
+    if x.dtype != np.uint8:
+        return standardise(x[rows]), None
     mean, deviation = PIXELS.get(name, ((0.0,), (1.0,)))
-    shape = (-1, *(1,) * (used.x.ndim - 2))
-    shift, scale = torch.tensor(mean).view(shape), 1 / torch.tensor(deviation).view(shape)
+    shape = (-1, *(1,) * (x.ndim - 2))
+    factor = (1 / (255 * torch.tensor(deviation))).view(shape)
+    shift = (torch.tensor(mean) / torch.tensor(deviation)).view(shape)
 
-    def transform(x: Tensor) -> Tensor:
-        return (x.float() / 255 - shift.to(x.device)) * scale.to(x.device)
+    def transform(pixels: Tensor) -> Tensor:
+        return pixels.float().mul_(factor.to(pixels.device)).sub_(shift.to(pixels.device))
 
-    pixels, pixels_test = (torch.from_numpy(np.array(d.x)) for d in (used, test))
-    if 4 * pixels.numel() <= KEEP_AS_FLOATS:
-        return transform(pixels), transform(pixels_test), None
-    return pixels, pixels_test, transform
+    if 4 * x[:1].size * len(rows) <= KEEP_AS_FLOATS:
+        return lambda pixels: transform(torch.from_numpy(np.array(pixels))), None
+    return lambda pixels: torch.from_numpy(np.array(pixels)), transform
 
 
-def standardise(x: np.ndarray, x_test: np.ndarray, training: int) -> tuple[Tensor, Tensor]:
-    """Impute by the mean and scale to unit variance, from the training rows' sums alone.
+def standardise(training: np.ndarray) -> Scaling:
+    """Return the map that imputes by the training mean and scales to the training deviation, feature by feature.
 
-    Sums, sums of squares and counts are all that clients would have to send for this. Where training values are
-    missing, a feature "is missing" is added: in clinical tables it tells more than the imputed value.
+    All that clients have to send for it are, for every feature, the count and the sum of their known values, and
+    then the sum of squared differences from the common mean. Where a table's training values are missing, a feature
+    "is missing" is added: in clinical tables it tells more than the imputed value.
     """
-    rows = np.asarray(x[:training], dtype=np.float64)
-    known = np.isfinite(rows)
-    count = known.sum(0)
-    filled = np.where(known, rows, 0.0)
-    mean = filled.sum(0) / np.maximum(count, 1)
-    variance = (filled**2).sum(0) / np.maximum(count, 1) - mean**2
-    deviation = np.sqrt(np.maximum(variance, 0))
-    deviation[deviation < 1e-8] = 1.0
-    gaps = count < training
+    values = training.astype(np.float64)
+    known = np.isfinite(values)
+    count = np.maximum(known.sum(0), 1)
+    mean = np.where(known, values, 0.0).sum(0) / count
+    squares = (np.where(known, values - mean, 0.0) ** 2).sum(0)
+    return partial(standardised, mean=mean, deviation=deviation(squares / count, mean), gaps=known.sum(0) < len(values))
 
-    def apply(values: np.ndarray) -> Tensor:
-        missing = ~np.isfinite(values)
-        scaled = np.where(missing, 0.0, (np.where(missing, 0.0, values) - mean) / deviation)
-        return torch.from_numpy(np.concatenate([scaled, missing[:, gaps]], 1).astype(np.float32))
 
-    return apply(np.asarray(x)), apply(np.asarray(x_test))
+def deviation(variance: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Return the square root, and 1 for a feature that is constant up to rounding."""
+    found = np.sqrt(variance)
+    return np.where(found <= 1e-12 * np.maximum(np.abs(mean), 1), 1.0, found)
+
+
+def standardised(x: np.ndarray, mean: np.ndarray, deviation: np.ndarray, gaps: np.ndarray) -> Tensor:
+    """Scale examples, fill what is missing with the mean, and tell of it in further features where there are gaps.
+
+    What lies further than `FAR` deviations from the mean counts as that far: a typing error, or a rare 0/1 feature
+    scaled to 50, would otherwise decide which step size is stable.
+    """
+    missing = ~np.isfinite(x)
+    scaled = np.where(missing, 0.0, np.clip((x - mean) / deviation, -FAR, FAR))
+    told = [missing[:, gaps]] if x.ndim == 2 else []
+    return torch.from_numpy(np.concatenate([scaled, *told], 1).astype(np.float32))

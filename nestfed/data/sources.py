@@ -27,7 +27,7 @@ from nestfed.data import files, formats
 from nestfed.data.files import File, Found, Progress
 from nestfed.data.tables import Array, Dataset, load_table, read_eicu, read_heart
 
-__all__ = ["Checked", "Dataset", "File", "Source", "Split", "check", "fetch", "load", "load_table", "names"]
+__all__ = ["Checked", "Dataset", "File", "Source", "Split", "check", "fetch", "load", "load_table", "names", "where"]
 
 CACHE_VERSION = 1  # to be raised when a decoder changes what it makes
 DIGITS = tuple("0123456789")
@@ -91,6 +91,13 @@ def load(name: str, folder: str | Path | None = None) -> Split:
             raise NestfedError(_missing(source, Path(folder)))
         found = fetch(name)
     return _through_cache(source, found)
+
+
+def where(name: str, folder: str | Path | None = None) -> Path | None:
+    """Return the folder that holds all files of a data set, unopened; None if there is none, or no need for files."""
+    source = _source(name)
+    found = next((f for place in _places(folder) if (f := files.find(place, source.folder, source.forms))), None)
+    return found.folder if found else None
 
 
 def check(name: str, folder: str | Path | None = None) -> tuple[Checked, ...]:

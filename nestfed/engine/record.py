@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ class Log:
         """Append a line and hand it to the system at once."""
         self._file.write(line(record))
         self._file.flush()
+
+    def settle(self) -> None:
+        """Wait until all lines are on the disk, so that a checkpoint never knows more rounds than the record."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

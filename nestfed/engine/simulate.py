@@ -1,37 +1,47 @@
-"""Simulation: all clients in one process, vectorised or one after another, with the same numbers."""
+"""Simulation: the loop over rounds. Who runs the clients (local, workers, distributed) changes no number."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
+import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from nestfed.core import Fields, NestfedError, refuse_mismatch
-from nestfed.data.clients import Clients, draw
+from nestfed.data.clients import Clients
 from nestfed.data.random import Purpose, Streams
-from nestfed.engine import checkpoint
+from nestfed.engine import checkpoint, memory
+from nestfed.engine.distributed import Group, Ranks
+from nestfed.engine.encode import RESIDUAL, Encoding
+from nestfed.engine.local import Local, Runner, Share
 from nestfed.engine.progress import Progress
 from nestfed.engine.record import Log, Record
 from nestfed.engine.record import read as read_record
-from nestfed.engine.sync import (
-    TAP, AnyAlgorithm, Participation, Program, Report, RunState, Span, dropout_keys, size, span_from,
-)  # fmt: skip
+from nestfed.engine.sync import TAP, AnyAlgorithm, Participation, RunState, span_from
+from nestfed.engine.workers import Workers
 
 Mode = Literal["auto", "vmap", "loop"]
 Output = Literal["last", "uniform", "best"]
-CHUNK = 256
-"""Clients that are vectorised at once: enough to use the processor, few enough to bound the memory."""
+Precision = Literal["full", "bf16"]
+SMALL = 200_000
+"""Parameters up to which dense models are vectorised over clients."""
+LARGE = 20_000_000
+"""Parameters from which one process with all threads beats several with one each, and needs less memory."""
+MANY = 512
+"""Clients in a round from which vectorised work is worth cutting up over processes."""
 
 
 class Interrupted(NestfedError):
@@ -49,7 +59,9 @@ class Result:
     shared: Fields
     """All that the clients had in common at the end: the point, and the estimators of the method."""
     private: Fields
-    """What stayed on the clients, one row each."""
+    """What stayed on the clients, one row each (under `torchrun`: of this rank's clients)."""
+    profile: Mapping[str, float] = field(default_factory=dict)
+    """Where the time went, in seconds: drawing, gradients, updates, averaging, evaluation, saving, rest."""
 
 
 def simulate(
@@ -63,6 +75,11 @@ def simulate(
     x0: Tensor | None = None,
     device: str | torch.device = "cpu",
     mode: Mode = "auto",
+    workers: int = 0,
+    compile: bool = False,
+    precision: Precision = "full",
+    accumulate: int = 1,
+    memory_limit: int = 0,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     measure: Callable[[Fields], Mapping[str, float]] | None = None,
     every: int = 1,
@@ -70,10 +87,12 @@ def simulate(
     best: str = "",
     participation: int | float | None = None,
     failures: float = 0.0,
+    encode: str = "",
     directory: str | Path | None = None,
     checkpoint_every: int = 10,
     progress: bool | None = None,
     label: str = "",
+    profile: bool = False,
 ) -> Result:
     """Train for a number of communication rounds of q local iterations each.
 
@@ -81,13 +100,25 @@ def simulate(
     shared fields, for measures of convergence. `output` is the point that is returned: the last one, one drawn
     uniformly from all averaged iterates (which the theorems speak of), or the best by the metric `best` (a leading
     minus sign means that less is better). `participation` is a count (int) or a probability (float) of clients per
-    round, `failures` the probability that one who was asked does not answer. With a `directory` the run leaves
+    round, `failures` the probability that one who was asked does not answer. `encode` rounds what is sent (see
+    `nestfed.engine.encode`). With a `directory` the run leaves
     record.jsonl and checkpoints there, and goes on from them when they exist.
+
+    How the clients are run changes no number beyond rounding. `mode` is vmap (all clients in one vectorised call, in
+    chunks), loop (one after another), or auto: vmap for dense models of up to 200,000 parameters. `workers` processes
+    share the clients out, one thread each; 0 means as many as torch has threads for a loop over a model of up to 20
+    million parameters or for vmap over 512 clients a round, one otherwise. `compile` compiles vectorised steps, which
+    takes some seconds and makes small dense problems several times faster. `precision` "bf16" computes matrix products
+    and convolutions in 16 bits while all state keeps its own type. `accumulate` evaluates every batch in that many
+    pieces when it does not fit as a whole. What clients keep between rounds lies on disk if it exceeds `memory_limit`
+    bytes (0: half of the machine's memory). Under `torchrun` the clients are shared out over all ranks.
     """
     _check(problem, algorithm, clients, rounds, q, every, checkpoint_every, output, best)
+    _check_engine(mode, workers, compile, precision, accumulate)
     taking_part = Participation(participation, failures)
     taking_part.check(len(clients))
     place = torch.device(device)
+    group = Group.join(place)
     problem.flat.to(place)
     for adapt, value in (("seeded", seed), ("to", place)):
         if hasattr(clients, adapt):
@@ -96,29 +127,51 @@ def simulate(
     if start.shape != problem.x0.shape:
         raise NestfedError(f"x0 has shape {tuple(start.shape)}, but the model has {problem.x0.numel()} parameters.")
 
-    engine = _Engine(problem, algorithm, clients, q, seed, _choose(mode, problem, clients), place)
-    engine.template = algorithm.init(problem, start)
-    state = RunState.start(algorithm, engine.template, len(clients))
+    template = algorithm.init(problem, start)
+    vectorised = _vectorise(mode, compile, problem, clients)
+    block = group.block(len(clients))
+    workers = _processes(workers, vectorised, problem, place, taking_part.most(len(clients)) // group.count)
+    path = Path(directory) if directory is not None else None
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    table = partial(_new_table, limit=memory_limit, folder=path, shared=workers > 1)
+    state = RunState.start(algorithm, template, len(clients), len(block), table)
+    encoding = Encoding.parse(encode)
+    if encoding.up:
+        state.private |= {RESIDUAL + k: table(torch.zeros_like(v), len(block)) for k, v in state.shared.items()}
     # A drawn outcome needs to know how many iterations there will be.
     tap = _drawn(algorithm, rounds, q, seed) if output == "uniform" else -1
     history: list[Record] = []
     log: Log | None = None
-    identity = f"{algorithm!r} q={q} seed={seed} N={len(clients)} d={start.numel()} {participation} {failures}"
-    path = Path(directory) if directory is not None else None
+    identity = f"{algorithm!r} q={q} seed={seed} N={len(clients)} d={start.numel()} {participation} {failures} {encode}".rstrip()
     if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
-        found, passed_over = checkpoint.read(path, identity, place)
+        found, passed_over = checkpoint.read(path, identity, place) if group.leads else (None, [])
         for sentence in passed_over:
             warnings.warn(sentence, stacklevel=2)
+        tables = state.private
+        found = group.scatter(found, len(clients), state)
         if found is not None:
             state = found
+            if group.count == 1:
+                for k, v in tables.items():
+                    state.private[k] = v.copy_(state.private[k])
             history = [r for r in read_record(path / "record.jsonl") if r["round"] <= state.round]
-        log = Log(path / "record.jsonl", history)
+            if 0 <= tap < state.t and "uniform" not in state.kept:
+                raise NestfedError(f"output='uniform' needs a run from its start, but {path} holds one without it.")
+        if group.leads:
+            log = Log(path / "record.jsonl", history)
+
+    def save() -> None:
+        if path is not None:
+            whole = group.gather(state, len(clients))
+            if log is not None:
+                log.settle()
+                checkpoint.write(path, whole, identity)
 
     def note(record: Record) -> dict[str, float]:
         """Evaluate if it is time, keep the best point, and write the record."""
         metrics: dict[str, float] = {}
-        if state.round % every == 0 or state.round == rounds:
+        if group.leads and (state.round % every == 0 or state.round == rounds):
             if evaluate is not None:
                 model = problem.bind(state.shared[algorithm.point])
                 with torch.no_grad():
@@ -133,153 +186,156 @@ def simulate(
             log.add(record)
         return metrics
 
-    if state.round == 0 and not history and (evaluate or measure):
-        note(_record(state, None, None, 0))
-    with (
-        Progress(label or algorithm.name, rounds, state.round, progress) as bar,
-        _deferred_interrupt() as interrupted,
-        torch.no_grad(),
-    ):
-        while state.round < rounds:
-            began = time.perf_counter()
-            try:
-                loss, drift, took_part = engine.round(state, taking_part, tap)
-            except NestfedError as error:
-                if path is not None and state.round:
+    # What a round brings along anyway need not lie in the template too.
+    brought = {k: v.new_empty(0) for k, v in template._asdict().items() if k in algorithm.shared + algorithm.private}
+    local = Local(
+        problem, algorithm, clients, template._replace(**brought), seed, place, vectorised, compile,
+        torch.bfloat16 if precision == "bf16" else None, accumulate, profile, block.start, encoding,
+    )  # fmt: skip
+    runner: Runner = local if workers == 1 else Workers(local, state.shared, state.private, workers)
+    if group.count > 1:
+        runner = Ranks(runner, group, len(clients), algorithm.point)
+    engine = _Engine(algorithm, runner, len(clients), q, seed, encoding)
+    clock = _Clock(engine.laps)
+    del template
+    try:
+        if state.round == 0 and not history and (evaluate or measure):
+            note(_record(state, None, None, 0))
+        with (
+            Progress(label or algorithm.name, rounds, state.round, progress if group.leads else False) as bar,
+            _deferred_interrupt() as interrupted,
+            torch.no_grad(),
+        ):
+            while state.round < rounds:
+                began = time.perf_counter()
+                try:
+                    loss, drift, took_part = engine.round(state, taking_part, tap)
+                except NestfedError as error:
+                    if path is None or not state.round:
+                        raise
+                    if not state.private:  # otherwise some clients are already in the round that failed
+                        save()
                     raise NestfedError(f"{error} The last good checkpoint is in {path}.") from error
-                raise
-            state.seconds += time.perf_counter() - began
-            record = _record(state, loss, drift, took_part)
-            bar.update(record, note(record))
-            over = state.round >= rounds
-            if path is not None and (over or interrupted.is_set() or state.round % checkpoint_every == 0):
-                checkpoint.write(path, state, identity)
-            if interrupted.is_set() and not over:
-                saved = f"; the same command goes on from {path}" if path is not None else " (nothing was to be saved)"
-                raise Interrupted(f"Stopped after round {state.round} of {rounds}{saved}.")
-    if log is not None:
-        log.close()
-    x = state.shared[algorithm.point] if output == "last" else state.kept[output]
-    return Result(x, problem.module(x), history, dict(state.shared), dict(state.private))
+                state.seconds += clock.passed("round", began)
+                record = _record(state, loss, drift, took_part)
+                began = time.perf_counter()
+                bar.update(record, note(record))
+                clock.passed("evaluation", began)
+                over = state.round >= rounds
+                asked = group.any(interrupted.is_set(), place)
+                if over or asked or state.round % checkpoint_every == 0:
+                    began = time.perf_counter()
+                    save()
+                    clock.passed("saving", began)
+                if asked and not over:
+                    saved = (
+                        f"; the same command goes on from {path}" if path is not None else " (nothing was to be saved)"
+                    )
+                    raise Interrupted(f"Stopped after round {state.round} of {rounds}{saved}.")
+    finally:
+        runner.close()
+        if log is not None:
+            log.close()
+    x = state.shared[algorithm.point] if output == "last" else group.agree(state.kept.get(output))
+    return Result(x, problem.module(x), history, dict(state.shared), dict(state.private), clock.table())
+
+
+class _Clock:
+    """Adds up where the time goes."""
+
+    def __init__(self, laps: dict[str, float]) -> None:
+        self.laps = laps
+
+    def passed(self, name: str, began: float) -> float:
+        """Add the time since then, and return it."""
+        seconds = time.perf_counter() - began
+        self.laps[name] = self.laps.get(name, 0.0) + seconds
+        return seconds
+
+    def table(self) -> dict[str, float]:
+        """Return seconds by what they were spent on, as people read it."""
+        laps = self.laps
+        gradients = laps.get("gradients", 0.0)
+        inside = {
+            "drawing": laps.get("drawing", 0.0),
+            "gradients": gradients,
+            "updates": laps.get("running", 0.0) - gradients - laps.get("compiling", 0.0),
+            "averaging": laps.get("averaging", 0.0),
+        }
+        if "compiling" in laps:
+            inside = {"compiling": laps["compiling"], **inside}
+        rest = max(0.0, laps.get("round", 0.0) - sum(inside.values()))
+        return {**inside, "rest": rest, "evaluation": laps.get("evaluation", 0.0), "saving": laps.get("saving", 0.0)}
 
 
 class _Engine:
-    """Runs rounds: knows the problem, the method and the clients, but keeps no state of the run."""
-
-    template: Any
+    """Advances the state of a run by rounds; who runs the clients is the runner's business."""
 
     def __init__(
-        self, problem: Any, algorithm: AnyAlgorithm, clients: Clients, q: int, seed: int, vectorised: bool, device: torch.device
+        self, algorithm: AnyAlgorithm, runner: Runner, clients: int, q: int, seed: int, encoding: Encoding
     ) -> None:
-        self.problem, self.algorithm, self.clients, self.q = problem, algorithm, clients, q
-        self.vectorised, self.device = vectorised, device
+        self.encoding = encoding
+        self.algorithm, self.runner, self.clients, self.q = algorithm, runner, clients, q
         self.streams = Streams(seed)
+        self.laps: dict[str, float] = {}
 
     def round(self, state: RunState, taking_part: Participation, tap: int) -> tuple[float | None, float, int]:
         """Advance the state by one round; return the mean loss, the clients' drift and how many answered."""
-        algorithm, total = self.algorithm, len(self.clients)
+        algorithm = self.algorithm
         span = span_from(algorithm, state.t, self.q)
-        asked, answering = taking_part.draw(self.streams, total, state.round)
-        state.bytes_down += len(asked) * size(state.shared)
-        sums: dict[str, Tensor] = {}
-        loss = moved = 0.0
+        asked, answering = taking_part.draw(self.streams, self.clients, state.round)
+        loss, moved, count = None, 0.0, len(answering)
         if answering:
-            chunks = _chunks(answering, CHUNK if self.vectorised else 1)
-            for ns in chunks:
-                program = Program(self.problem, algorithm, self.template, span, not self.vectorised, tap)
-                upload, report = self._chunk(program, state, ns)
-                for k, v in upload.items():
-                    sums[k] = sums[k].add_(v) if k in sums else v.clone()
-                loss += float(report.loss)
-                moved += float(report.moved)
-                state.examples += program.examples * (len(ns) if self.vectorised else 1)
-                state.bytes_up += len(ns) * size({k: state.shared[k] for k in algorithm.shared})
-            mean = {k: v.div_(len(answering)) for k, v in sums.items()}
-            if TAP in mean:
-                state.kept["uniform"] = mean.pop(TAP)
-            moved = moved / len(answering) - float(
-                ((mean[algorithm.point] - state.shared[algorithm.point]) ** 2).sum()
-            )
-            old = state.shared
-            state.server, state.shared = algorithm.server.update(state.server, old, mean, len(answering) / total)
-            for k, v in (*state.shared.items(), *state.server.items()):
-                if not torch.isfinite(v).all():
-                    state.shared = old
-                    raise NestfedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")
+            late = (state.seen[answering] != state.round) & (state.round > 0)
+            stale = late.tolist() if algorithm.private else [False] * count
+            tally = self.runner.run(state.shared, state.private, Share(answering, span, state.round, tap, stale))
+            for name, seconds in tally.laps.items():
+                self.laps[name] = self.laps.get(name, 0.0) + seconds
+            with tally.lap("averaging"):
+                mean = {k: v.div_(count) for k, v in tally.sums.items()}
+                tapped = mean.pop(TAP, None)
+                spread = mean[algorithm.point] - state.shared[algorithm.point]
+                moved = tally.moved / count - float(spread.square_().sum())
+                server, shared = algorithm.server.update(state.server, state.shared, mean, count / self.clients)
+                for k, v in (*shared.items(), *server.items()):
+                    if not bool(torch.isfinite(v.sum())):
+                        raise NestfedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")
+            # Only now does the state change, so that after an error it is still that of the last good round.
+            state.server, state.shared = server, shared
+            if tapped is not None:
+                state.kept["uniform"] = tapped
+            state.examples += tally.examples
+            loss = tally.loss / count if math.isfinite(tally.loss) else None
+        elif span.start <= tap < span.stop:
+            state.kept["uniform"] = state.shared[algorithm.point].clone()
+        up, down = self.encoding.sizes(state.shared)
+        state.bytes_down += len(asked) * down
+        state.bytes_up += count * up
         state.round += 1
         state.t = span.stop
         state.seen[answering] = state.round
-        mean_loss = loss / len(answering) if answering and math.isfinite(loss) else None
-        return mean_loss, max(moved, 0.0), len(answering)
-
-    def _chunk(self, program: Program, state: RunState, ns: list[int]) -> tuple[dict[str, Tensor], Report]:
-        """Run some clients' rounds; return the sums of what they send, after checking that it is finite."""
-        algorithm, span = self.algorithm, program.span
-        rows = torch.tensor(ns)
-        late = (state.seen[rows] != state.round) & (state.round > 0) if algorithm.private else torch.zeros(len(ns))
-        stale = late.bool().to(self.device) if bool(late.any()) else None
-        batches = draw(self.clients, ns, range(span.start, span.stop))
-        count = span.stop - span.start
-        keys: list[Any] = [None] * count
-        if self.problem.flat.random:
-            keys = list(dropout_keys(self.streams, ns, span, self.device).unbind(1))
-        if self.vectorised:
-            private = {k: v[rows] for k, v in state.private.items()}
-            run = torch.vmap(
-                program,
-                in_dims=(None, 0, None if stale is None else 0, 0, None if keys[0] is None else 0),
-                randomness="error",
-            )
-            upload, private, report = run(state.shared, private, stale, batches, keys)
-            upload = {k: v.sum(0) for k, v in upload.items()}
-            report = Report(*(r.sum(0) for r in report))
-        else:
-            upload, private, report = self._one(program, state, ns[0], 0, stale, batches, keys)
-            # A field that the method passed through is still a view of the state that is written below.
-            private = {k: v[None].clone() for k, v in private.items()}
-        if not all(bool(torch.isfinite(v).all()) for v in upload.values()) or not bool(torch.isfinite(report.loss)):
-            self._name_culprit(program, state, ns, stale, batches, keys)
-        for k, v in private.items():
-            state.private[k][rows] = v
-        return upload, report
-
-    def _one(self, program: Program, state: RunState, n: int, i: int, stale: Any, batches: Any, keys: Any) -> Any:
-        """Run one client's round; it is the i-th of those that the batches were drawn for."""
-        return program(
-            state.shared,
-            {k: v[n] for k, v in state.private.items()},
-            None if stale is None else stale[i],
-            [tree_map(lambda leaf: leaf[i], b) for b in batches],
-            [None if k is None else k[i] for k in keys],
-        )
-
-    def _name_culprit(
-        self, program: Program, state: RunState, ns: Sequence[int], stale: Any, batches: Any, keys: Any
-    ) -> None:
-        """Run the clients again, one by one, and name the first number that went wrong."""
-        label = getattr(self.clients, "label", str)
-        for i, n in enumerate(ns):
-
-            def watch(t: int, s: Any, loss: Tensor | None, n: int = n) -> None:
-                named = {**({} if loss is None else {"loss": loss}), **s._asdict()}
-                for name, value in named.items():
-                    if not bool(torch.isfinite(value).all()):
-                        raise NestfedError(
-                            f"{name} became infinite or NaN at client {label(n)}, iteration {t} (round "
-                            f"{state.round + 1}): the step size is too large, or the data hold such values."
-                        )
-
-            again = replace(program, eager=True, watch=watch)
-            self._one(again, state, n, i, stale, batches, keys)
-        raise NestfedError(f"A number became infinite or NaN in what the clients sent in round {state.round + 1}.")
+        return loss, max(moved, 0.0), count
 
 
 def _check(
-    problem: Any, algorithm: AnyAlgorithm, clients: Clients, rounds: int, q: int, every: int, saving: int, output: str, best: str
+    problem: Any,
+    algorithm: AnyAlgorithm,
+    clients: Clients,
+    rounds: int,
+    q: int,
+    every: int,
+    saving: int,
+    output: str,
+    best: str,
 ) -> None:
     """Refuse what cannot work before any work starts."""
     refuse_mismatch(problem, algorithm)
-    for name, value, least in (("rounds", rounds, 0), ("q", q, 1), ("every", every, 1), ("checkpoint_every", saving, 1)):
+    for name, value, least in (
+        ("rounds", rounds, 0),
+        ("q", q, 1),
+        ("every", every, 1),
+        ("checkpoint_every", saving, 1),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
     if len(clients) < 1:
@@ -289,26 +345,69 @@ def _check(
     if output not in ("last", "uniform", "best"):
         raise NestfedError(f"output must be last, uniform or best, not {output!r}.")
     if output == "best" and not best:
-        raise NestfedError("output='best' needs the name of the metric: best='auroc', or best='-loss' for less is better.")
+        raise NestfedError(
+            "output='best' needs the name of the metric: best='auroc', or best='-loss' for less is better."
+        )
     algorithm.ends_round(0, q)
 
 
-def _choose(mode: str, problem: Any, clients: Clients) -> bool:
+def _check_engine(mode: str, workers: int, compile: bool, precision: str, accumulate: int) -> None:
+    """Refuse a way to run that does not exist."""
+    if mode not in ("auto", "vmap", "loop"):
+        raise NestfedError(f"mode must be auto, vmap or loop, not {mode!r}.")
+    if precision not in ("full", "bf16"):
+        raise NestfedError(f"precision must be full or bf16, not {precision!r}.")
+    if compile and mode == "loop":
+        raise NestfedError("compile needs vectorised clients: mode='vmap' or 'auto', not 'loop'.")
+    for name, value, least in (("workers", workers, 0), ("accumulate", accumulate, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+
+
+def _vectorise(mode: str, compile: bool, problem: Any, clients: Clients) -> bool:
     """Decide whether to vectorise over clients.
 
     Measured rule: it wins for small dense models (fivefold at a few thousand parameters) and loses for convolutions
     and recurrences, whose batched kernels are slow.
     """
-    if mode not in ("auto", "vmap", "loop"):
-        raise NestfedError(f"mode must be auto, vmap or loop, not {mode!r}.")
-    if mode != "auto":
-        return mode == "vmap"
+    if mode != "auto" or compile:
+        return mode != "loop"
     model = problem.flat.source
     heavy = isinstance(model, nn.Module) and any(
         isinstance(m, nn.modules.conv._ConvNd | nn.RNNBase) for m in model.modules()
     )
     alike = getattr(clients, "alike", True)
-    return len(clients) > 1 and not heavy and alike and problem.x0.numel() <= 200_000
+    return len(clients) > 1 and not heavy and alike and problem.x0.numel() <= SMALL
+
+
+def _processes(workers: int, vectorised: bool, problem: Any, device: torch.device, participants: int) -> int:
+    """Decide how many processes run the clients.
+
+    Measured rule: one thread each in several processes beats several threads in one as long as a client's step is
+    short. torch's number of threads says how many cores are ours; it is 1 inside `nestfed compare`.
+    """
+    # A process that may not have children, or whose accelerator would not survive a fork, works alone.
+    able = device.type == "cpu" and not current_process().daemon and hasattr(os, "fork")
+    if workers > 1 and not able:
+        raise NestfedError(f"workers = {workers}: worker processes are for the processor, on systems that can fork.")
+    if workers == 0:
+        if vectorised:
+            wanted = torch.get_num_threads() if participants >= MANY else 1
+        else:
+            wanted = torch.get_num_threads() if problem.x0.numel() < LARGE else 1
+        workers = wanted if able and not torch.cuda.is_available() else 1
+    return max(1, min(workers, participants))
+
+
+def _new_table(value: Tensor, rows: int, *, limit: int, folder: Path | None, shared: bool) -> Tensor:
+    """Return a table with `value` in every row, where workers see it, and on disk if it is large."""
+    need = rows * value.numel() * value.element_size()
+    large = need > (limit or memory.physical() // 2)
+    if value.device.type != "cpu" or not (large or shared):
+        return value.expand(rows, *value.shape).clone()
+    # Without a directory of its own a large table goes where temporary files go.
+    place = (folder or Path(tempfile.gettempdir())) if large else None
+    return memory.table((rows, *value.shape), value.dtype, place).copy_(value)
 
 
 def _drawn(algorithm: AnyAlgorithm, rounds: int, q: int, seed: int) -> int:
@@ -341,10 +440,6 @@ def _record(state: RunState, loss: float | None, drift: float | None, participan
         "bytes_down": state.bytes_down,
         "seconds": round(state.seconds, 6),
     }
-
-
-def _chunks(ns: list[int], width: int) -> list[list[int]]:
-    return [ns[i : i + width] for i in range(0, len(ns), width)]
 
 
 @contextmanager

@@ -51,13 +51,17 @@ class RunState:
     best: float | None = None
 
     @classmethod
-    def start(cls, algorithm: AnyAlgorithm, template: Any, clients: int) -> RunState:
-        """Return the state before round 0."""
+    def start(
+        cls,
+        algorithm: AnyAlgorithm,
+        template: Any,
+        clients: int,
+        rows: int | None = None,
+        table: Callable[[Tensor, int], Tensor] = lambda value, rows: value.expand(rows, *value.shape).clone(),
+    ) -> RunState:
+        """Return the state before round 0; `table` makes the private fields, of all clients or of fewer `rows`."""
         shared = {k: getattr(template, k) for k in algorithm.shared}
-        private = {}
-        for k in algorithm.private:
-            value = getattr(template, k)
-            private[k] = value.expand(clients, *value.shape).clone()
+        private = {k: table(getattr(template, k), clients if rows is None else rows) for k in algorithm.private}
         return cls(shared, algorithm.server.init(shared), private, torch.full((clients,), -1))
 
 
@@ -93,35 +97,50 @@ class Program:
     """Called after every step; for finding out where numbers went wrong."""
     examples: int = 0
     evaluations: int = 0
+    precision: torch.dtype | None = None
+    pieces: int = 1
 
     def __call__(
         self, shared: Fields, private: Fields, stale: Any, batches: Sequence[Batch], keys: Sequence[Tensor | None]
     ) -> tuple[Fields, Fields, Report]:
         """Return the upload, the new private fields and the report."""
-        algorithm, (start, stop) = self.algorithm, self.span
-        s = self.template._replace(**shared, **private)
-        if stale is not None:
-            fresh = algorithm.rejoin(s, start)
-            s = s._replace(**{k: torch.where(stale, getattr(fresh, k), getattr(s, k)) for k in algorithm.private})
-        s = algorithm.receive(s, start)
+        s = self.begin(shared, private, stale)
         losses, taps = [], {}
-        for t, batch, key in zip(range(start, stop), batches, keys):
+        for t, batch, key in zip(range(*self.span), batches, keys):
             tape = Tape()
-            s = algorithm.step(self.problem, s, Sample(batch, key, tape, self.eager), t)
+            s = self.algorithm.step(self.problem, s, self.sample(batch, key, tape), t)
             self.examples += tape.examples
             self.evaluations += tape.evaluations
             if tape.loss is not None:
                 losses.append(tape.loss)
             if t == self.tap:
-                taps[TAP] = getattr(s, algorithm.point)
+                taps[TAP] = getattr(s, self.algorithm.point)
             if self.watch is not None:
                 self.watch(t, s, tape.loss)
+        return self.finish(s, shared, losses, taps)
+
+    def sample(self, batch: Batch, key: Tensor | None, tape: Tape) -> Sample:
+        """Return a batch with all that a problem wants to know of it."""
+        return Sample(batch, key, tape, self.eager, self.precision, self.pieces)
+
+    def begin(self, shared: Fields, private: Fields, stale: Any) -> Any:
+        """Take in the download."""
+        algorithm = self.algorithm
+        s = self.template._replace(**shared, **private)
+        if stale is not None:
+            fresh = algorithm.rejoin(s, self.span.start)
+            s = s._replace(**{k: torch.where(stale, getattr(fresh, k), getattr(s, k)) for k in algorithm.private})
+        return algorithm.receive(s, self.span.start)
+
+    def finish(self, s: Any, shared: Fields, losses: Sequence[Tensor], taps: Fields) -> tuple[Fields, Fields, Report]:
+        """Prepare the upload."""
+        algorithm = self.algorithm
         x, x_start = getattr(s, algorithm.point), shared[algorithm.point]
-        loss = torch.stack(losses).mean() if losses else x_start.new_zeros(())
+        loss = torch.stack(list(losses)).mean() if losses else x_start.new_zeros(())
         report = Report(loss, ((x - x_start) ** 2).sum())
-        s = algorithm.send(s, stop)
+        s = algorithm.send(s, self.span.stop)
         return (
-            {k: getattr(s, k) for k in algorithm.shared} | taps,
+            {k: getattr(s, k) for k in algorithm.shared} | dict(taps),
             {k: getattr(s, k) for k in algorithm.private},
             report,
         )
@@ -143,6 +162,12 @@ class Participation:
         if not 0 <= self.failures < 1:
             raise NestfedError(f"failures must lie in [0, 1), not {self.failures:g}.")
 
+    def most(self, clients: int) -> int:
+        """Return how many clients a round may have, or has on average."""
+        if isinstance(self.of, float):
+            return max(1, round(self.of * clients))
+        return clients if self.of is None else self.of
+
     def draw(self, streams: Streams, clients: int, round: int) -> tuple[list[int], list[int]]:
         """Return the clients that are asked in this round, and those of them that answer."""
         asked = list(range(clients))
@@ -161,7 +186,5 @@ class Participation:
 
 def dropout_keys(streams: Streams, ns: Sequence[int], span: Span, device: torch.device) -> Tensor:
     """Return one key per client and iteration, shape (clients, iterations)."""
-    keys = [
-        [int(streams.at(Purpose.DROPOUT, n, t).integers(2**62)) for t in range(span.start, span.stop)] for n in ns
-    ]
+    keys = [[int(streams.at(Purpose.DROPOUT, n, t).integers(2**62)) for t in range(span.start, span.stop)] for n in ns]
     return torch.tensor(keys, dtype=torch.int64, device=device)

@@ -17,7 +17,7 @@ class Thresholds(nn.Module):
     def __init__(self, module: nn.Module, sigmoid: bool) -> None:
         super().__init__()
         self.module = module
-        like = next(module.parameters())
+        like = next(module.parameters(), torch.ones(()))  # that there are none is told later, in one sentence
         self.a = nn.Parameter(torch.ones((), dtype=like.dtype, device=like.device))
         self.b = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
         self.sigmoid = sigmoid

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nestfed.core import Batch, Composed, Differentiable, NestfedError, Problem, Saddle
 from nestfed.problems.flat import Flat, KeyedDropout
@@ -43,6 +43,10 @@ class Sample(NamedTuple):
     tape: Tape = Tape()
     eager: bool = False
     """No function transform is around the call, so plain autograd (which is faster) may be used."""
+    precision: torch.dtype | None = None
+    """The type of number that matrix products and convolutions are computed in, if it is not that of the state."""
+    pieces: int = 1
+    """Evaluate the batch in this many pieces, one after another, because it does not fit as a whole."""
 
 
 def as_sample(batch: Batch) -> Sample:
@@ -136,9 +140,31 @@ class _Modelled(Problem):
         """Count the examples that one evaluation on this batch uses."""
         return leading(data)
 
+    def cut(self, data: Batch, pieces: int) -> list[tuple[float, Batch]]:
+        """Cut a batch into pieces, each with its share in the batch's mean loss."""
+        return _cut(data, leading(data), pieces)
+
     def project(self, x: Tensor) -> Tensor:
         """Return the nearest point of the domain."""
         return x if self.domain is None else self.domain.project(x)
+
+    def _estimate(
+        self, loss: Callable[..., Tensor], at: tuple[Tensor, ...], sample: Sample
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the gradients of loss(*at, data) with respect to each of `at`, and its value; note what it cost."""
+        if sample.pieces == 1:
+            with _around(sample):
+                total, value = _gradients(lambda *y: loss(*y, sample.data), at, sample.eager)
+        else:
+            value = at[0].new_zeros(())
+            total = tuple(torch.zeros_like(x) for x in at)
+            for i, (share, part) in enumerate(self.cut(sample.data, sample.pieces)):
+                with _around(sample, i):
+                    found, one = _gradients(lambda *y: loss(*y, part), at, sample.eager)  # noqa: B023
+                total = tuple(t.add(g, alpha=share) for t, g in zip(total, found))
+                value = value + share * one
+        sample.tape.note(self.examples(sample.data), value)
+        return total, value
 
     def _with_penalty(self, value: Tensor, model: Model) -> Tensor:
         value = _one_number("f", value)
@@ -159,10 +185,7 @@ class _Direct(Differentiable, _Modelled):
 
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of that estimate."""
-        sample = as_sample(batch)
-        with _dropout(sample):
-            gradient, value = _grad_and_value(lambda y: self.loss(y, sample.data, train=True), x, sample.eager)
-        sample.tape.note(self.examples(sample.data), value)
+        (gradient,), _ = self._estimate(lambda y, data: self.loss(y, data, train=True), (x,), as_sample(batch))
         return self._clipped(gradient)
 
 
@@ -172,17 +195,46 @@ def _one_number(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _dropout(sample: Sample) -> AbstractContextManager[Any]:
-    return nullcontext() if sample.key is None else KeyedDropout(sample.key)
+def _cut(data: Batch, length: int, pieces: int) -> list[tuple[float, Batch]]:
+    """Cut along the first axis; what has length 1 there is common to all pieces."""
+    if any(leaf.dim() < 1 or len(leaf) not in (1, length) for leaf in tree_leaves(data)):
+        raise NestfedError(
+            "accumulate: this problem's batches are no rows of examples, so they cannot be cut into pieces."
+        )
+    size = -(-length // pieces)
+
+    def piece(start: int) -> Batch:
+        return tree_map(lambda leaf: leaf[start : start + size] if len(leaf) == length else leaf, data)
+
+    return [(min(size, length - start) / length, piece(start)) for start in range(0, length, size)]
 
 
-def _grad_and_value(function: Callable[[Tensor], Tensor], x: Tensor, eager: bool) -> tuple[Tensor, Tensor]:
+def _around(sample: Sample, piece: int = 0) -> AbstractContextManager[Any]:
+    """Return what an evaluation happens in: dropout by the batch's key, products in another precision."""
+    stack = ExitStack()
+    if sample.precision is not None:
+        stack.enter_context(torch.autocast(tree_leaves(sample.data)[0].device.type, sample.precision))
+    if sample.key is not None:
+        stack.enter_context(KeyedDropout(sample.key + piece))
+    return stack
+
+
+_dropout = _around
+
+
+def _gradients(
+    function: Callable[..., Tensor], at: tuple[Tensor, ...], eager: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the gradients with respect to all arguments, and the value."""
     if not eager:
-        return torch.func.grad_and_value(function)(x)  # type: ignore[no-any-return]
-    leaf = x.detach().requires_grad_()
+        gradients, value = torch.func.grad_and_value(function, argnums=tuple(range(len(at))))(*at)
+        return gradients, value.to(at[0].dtype)
+    leaves = tuple(x.detach().requires_grad_() for x in at)
     with torch.enable_grad():
-        value = function(leaf)
-    return torch.autograd.grad(value, leaf)[0], value.detach()
+        value = function(*leaves)
+    found = torch.autograd.grad(value, leaves, allow_unused=len(at) > 1)
+    # A player that the loss does not mention stands still.
+    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves)), value.detach().to(at[0].dtype)
 
 
 class Minimize(_Direct):
@@ -237,6 +289,10 @@ class Conditional(_Direct):
         """Count outer and inner samples."""
         return leading(data[0]) + leading(data[1], 2)
 
+    def cut(self, data: Batch, pieces: int) -> list[tuple[float, Batch]]:
+        """Cut along the outer samples; inner samples that all look at go into every piece."""
+        return _cut(data, leading(data[0]), pieces)
+
 
 class Compositional(_Direct, Composed):
     """F(x) = f(E_ξ g(x; ξ)), with an inner value in R^p that does not depend on the outer sample.
@@ -266,6 +322,10 @@ class Compositional(_Direct, Composed):
         """Count outer and inner samples."""
         return leading(data[0]) + leading(data[1])
 
+    def cut(self, data: Batch, pieces: int) -> list[tuple[float, Batch]]:
+        """Refuse: the inner value is a mean over the whole batch, inside f."""
+        raise NestfedError("accumulate: a Compositional problem needs its whole batch at once; draw smaller batches.")
+
     def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return g(x; ξ) as one row, and its pullback (to which a penalty adds its own gradient)."""
         sample = as_sample(batch)
@@ -274,7 +334,7 @@ class Compositional(_Direct, Composed):
             model = self.flat.bind(y)
             return self.g(model, sample.data[1]), self._with_penalty(y.new_zeros(()), model)
 
-        with _dropout(sample):
+        with _around(sample):
             (u, extra), pull = _vjp(value, x, sample.eager)
         if u.shape != (self.inner_dim,):
             raise NestfedError(f"g must return {self.inner_dim} values (inner_dim), not shape {tuple(u.shape)}.")
@@ -285,7 +345,7 @@ class Compositional(_Direct, Composed):
     def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
         """Return ∇f(u; ζ)."""
         sample = as_sample(batch)
-        gradient, value = _grad_and_value(lambda v: _one_number("f", self.f(v[0], sample.data[0])), u, sample.eager)
+        (gradient,), value = _gradients(lambda v: _one_number("f", self.f(v[0], sample.data[0])), (u,), sample.eager)
         sample.tape.note(leading(sample.data[0]), value)
         return gradient
 
@@ -298,8 +358,8 @@ def _vjp(
     function: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, eager: bool
 ) -> tuple[tuple[Tensor, Tensor], Callable[[tuple[Tensor, Tensor]], Tensor]]:
     if not eager:
-        values, pull = torch.func.vjp(function, x)
-        return values, lambda cotangents: pull(cotangents)[0]
+        found = torch.func.vjp(function, x)
+        return found[0], lambda cotangents: found[1](cotangents)[0]
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
         values = function(leaf)
@@ -338,21 +398,10 @@ class Minimax(Saddle, _Modelled):
 
     def grads(self, theta: Tensor, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return ∇_θ f and ∇_w f on this batch."""
-        sample = as_sample(batch)
-        with _dropout(sample):
-            if sample.eager:
-                a, b = theta.detach().requires_grad_(), w.detach().requires_grad_()
-                with torch.enable_grad():
-                    value = self.loss_at(a, b, sample.data, train=True)
-                found = torch.autograd.grad(value, (a, b), allow_unused=True)
-                # A player that the loss does not mention stands still.
-                gradients = tuple(torch.zeros_like(p) if g is None else g for g, p in zip(found, (a, b)))
-            else:
-                gradients, value = torch.func.grad_and_value(
-                    lambda a, b: self.loss_at(a, b, sample.data, train=True), argnums=(0, 1)
-                )(theta, w)
-        sample.tape.note(self.examples(sample.data), value)
-        return self._clipped(gradients[0]), gradients[1]
+        (g, h), _ = self._estimate(
+            lambda a, b, data: self.loss_at(a, b, data, train=True), (theta, w), as_sample(batch)
+        )
+        return self._clipped(g), h
 
     def project_dual(self, w: Tensor) -> Tensor:
         """Return the nearest point of the dual domain."""

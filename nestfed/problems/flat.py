@@ -24,7 +24,7 @@ class Flat:
                     f"A model that is not an nn.Module must be a vector of floats, not {model.dtype} {tuple(model.shape)}."
                 )
             self.x0 = model.detach().clone()
-            self.random = False
+            self.random = self.planar = False
             return
         _refuse_running_statistics(model)
         parameters = dict(model.named_parameters())
@@ -38,17 +38,17 @@ class Flat:
         self.sizes = [p.numel() for p in parameters.values()]
         self.x0 = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
         self.random = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+        self.planar = any(isinstance(m, nn.Conv2d) for m in model.modules())
         self._train = _skeleton(model).train()
         self._eval = _skeleton(model).eval()
+        self._places = {training: _places(m) for training, m in ((True, self._train), (False, self._eval))}
 
     def bind(self, x: Tensor, *, train: bool = True) -> Any:
         """Return the model at x: a callable for a module, x itself for a vector."""
         if isinstance(self.source, Tensor):
             return x
-        module = self._train if train else self._eval
-        parts = torch.split(x, self.sizes)
-        values = {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes)}
-        return lambda *args, **kwargs: torch.func.functional_call(module, values, args, kwargs)
+        values = [p.view(shape) for p, shape in zip(torch.split(x, self.sizes), self.shapes)]
+        return _Bound(self._train if train else self._eval, self.names, self._places[train], values)
 
     def module(self, x: Tensor) -> nn.Module | Tensor:
         """Return a copy of the user's own model that holds x, ready for use."""
@@ -79,6 +79,34 @@ def _skeleton(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+Places = list[list[tuple[dict[str, Any], str]]]
+
+
+def _places(module: nn.Module) -> Places:
+    """Return where each parameter is looked up: in two places if two layers share it."""
+    held = [(m._parameters, k, p) for m in module.modules() for k, p in m._parameters.items()]
+    return [[(table, k) for table, k, p in held if p is parameter] for parameter in module.parameters()]
+
+
+class _Bound:
+    """A module at one point: a callable like the user's module.
+
+    The parameters are put in their places before each call and stay there. That costs a tenth of
+    `torch.func.functional_call`, and a module that recomputes its activations finds them during the backward pass.
+    """
+
+    def __init__(self, module: nn.Module, names: list[str], places: Places, values: list[Tensor]) -> None:
+        self._module, self._names, self._places, self._values = module, names, places, values
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.func.functional_call(self._module, dict(zip(self._names, self._values)), args, kwargs)
+        for places, value in zip(self._places, self._values):
+            for table, name in places:
+                table[name] = value
+        return self._module(*args, **kwargs)
+
+
 def _refuse_running_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "track_running_stats", False) and getattr(module, "running_mean", None) is not None:
@@ -86,6 +114,17 @@ def _refuse_running_statistics(model: nn.Module) -> None:
                 f"{name or 'The model'} ({type(module).__name__}) keeps running statistics, which are no parameters and "
                 "would be averaged by nobody: use GroupNorm or LayerNorm, or track_running_stats=False."
             )
+
+
+def channels_last(leaf: Tensor) -> Tensor:
+    """Lay images (…, channels, height, width) out with the channels innermost, as convolutions on a processor like it."""
+    if leaf.dim() < 4 or not leaf.is_floating_point():
+        return leaf
+    if leaf.shape[-3] > 1:
+        return leaf.movedim(-3, -1).contiguous().movedim(-1, -3)
+    strides = list(leaf.contiguous().stride())
+    strides[-3] = 1  # one channel: nothing has to move, but the strides tell the convolution what to do
+    return leaf.contiguous().as_strided(leaf.shape, strides)
 
 
 class KeyedDropout(TorchFunctionMode):

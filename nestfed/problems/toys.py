@@ -552,11 +552,11 @@ class PLSaddle(_Toy):
 
     def gradient(self, m: Tensor) -> Tensor:
         """Return ∇S(m)."""
-        return torch.func.grad(self.surface)(m)  # type: ignore[no-any-return]
+        return torch.func.grad(self.surface)(m)
 
     def hessian(self, m: Tensor) -> Tensor:
         """Return ∇²S(m)."""
-        return torch.func.jacrev(torch.func.grad(self.surface))(m)  # type: ignore[no-any-return]
+        return torch.func.jacrev(torch.func.grad(self.surface))(m)
 
     def saddle(self, start: Sequence[float] = (0.3, -0.2), steps: int = 50) -> Tensor:
         """Locate the saddle by Newton's method on ∇S = 0."""

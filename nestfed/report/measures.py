@@ -123,7 +123,7 @@ class Fixed:
             new = self.problem.project_dual(w + rate * slope)
             if not torch.isfinite(new).all():
                 break
-            if float((new - w).norm()) <= precision**0.5 * rate * max(1.0, float(w.norm())):
+            if float((new - w).abs().max()) <= precision**0.5 * rate * max(1.0, float(w.abs().max())):
                 return new
             # F is concave along the step, so a slope that still points forward says that the top was not passed.
             ahead = self._pair(theta, new)[1]

@@ -13,8 +13,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtrit
-from sklearn.metrics import average_precision_score, roc_auc_score
 
 from nestfed.core import NestfedError
 
@@ -29,6 +27,8 @@ def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     s, y = _scored(scores, labels)
     if np.isnan(s).any() or y.all() or not y.any():
         return float("nan")
+    from sklearn.metrics import roc_auc_score  # late: it takes seconds, and a site that only counts does without
+
     return float(roc_auc_score(y, _ranks(s)))
 
 
@@ -37,6 +37,8 @@ def average_precision(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     s, y = _scored(scores, labels)
     if np.isnan(s).any() or not y.any():
         return float("nan")
+    from sklearn.metrics import average_precision_score
+
     return float(average_precision_score(y, _ranks(s)))
 
 
@@ -105,6 +107,8 @@ def confidence_interval(values: npt.ArrayLike, level: float = 0.95) -> Estimate:
     mean = float(v.mean())
     if len(v) == 1:
         return Estimate(mean, float("-inf"), float("inf"))
+    from scipy.special import stdtrit
+
     half = float(stdtrit(len(v) - 1, (1 + level) / 2) * v.std(ddof=1) / np.sqrt(len(v)))
     return Estimate(mean, mean - half, mean + half)
 

@@ -45,7 +45,7 @@ def curves(runs: Mapping[str, Sequence[Sequence[Record]]], metric: str, path: Pa
     # The start is far below; what tells methods apart is the upper part.
     if finals and max(finals) <= 1 and min(finals) >= 0:
         late = [one["value"][max(1, len(one["value"]) // 4) :] for s in shown.values() for one in s]
-        low = min(min(values) for values in late if len(values))
+        low = min((min(values) for values in late if len(values)), default=min(finals))
         panels[0].set_ylim(max(0.0, low - 0.05), min(1.0, max(finals) + 0.02))
     panels[0].set_ylabel(metric)
     panels[-1].legend(frameon=False, loc="lower right")

@@ -1,0 +1,50 @@
+"""Memory that worker processes share, and that lies on disk when there is much of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nestfed.core import NestfedError
+
+
+def table(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None = None) -> Tensor:
+    """Return zeros that processes forked from this one see too; with a folder they lie in a file there.
+
+    The file has no name, so it is gone with the last process that has it.
+    """
+    count = prod(shape)
+    if count == 0:
+        return torch.zeros(shape, dtype=dtype)
+    length = count * dtype.itemsize
+    if folder is None:
+        memory = mmap.mmap(-1, length)
+    else:
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, length)
+                memory = mmap.mmap(file.fileno(), length)
+        except OSError as error:
+            raise NestfedError(
+                f"Cannot keep {length / 1e9:.1f} GB of private fields in {folder}: {error.strerror}."
+            ) from error
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def physical() -> int:
+    """Return the bytes of this machine's memory, or of the part that this process may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

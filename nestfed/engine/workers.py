@@ -1,0 +1,186 @@
+"""Worker processes on this machine: each runs some of a round's clients with one thread.
+
+Workers are forked, so they have the data without a copy. Vectors pass through memory that all see, never through a
+pipe; a round is one short message to each worker and one back. Workers end with their parent, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+import warnings
+from importlib import import_module
+from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestfed.core import Fields, NestfedError
+from nestfed.engine.local import Local, Share, Tally
+from nestfed.engine.memory import table
+from nestfed.engine.sync import TAP
+
+
+class Workers:
+    """Runs clients in worker processes."""
+
+    def __init__(self, local: Local, shared: Fields, private: dict[str, Tensor], count: int) -> None:
+        """Start the workers; `private` must lie in memory that forked processes share (`memory.table`)."""
+        self._shared = {k: table(tuple(v.shape), v.dtype) for k, v in shared.items()}
+        point = shared[local.algorithm.point]
+        self._sums = []
+        for _ in range(count):
+            sums = {k: table(tuple(v.shape), v.dtype) for k, v in shared.items()}
+            sums[TAP] = table(tuple(point.shape), point.dtype)
+            self._sums.append(sums)
+        self.trips = 0
+        """Messages sent to workers so far, each with one answer."""
+        if local.vectorised:
+            import_module("torch._dynamo")  # torch.func needs it, and it takes a second: once here, not once each
+        fork = get_context("fork")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for i in range(count):
+            here, there = fork.Pipe()
+            process = fork.Process(
+                target=_serve,
+                args=(there, [*self._pipes, here], os.getpid(), local, self._shared, private, self._sums[i]),
+                name=f"nestfed-worker-{i + 1}",
+                daemon=True,
+            )
+            with warnings.catch_warnings():
+                # Python warns of threads at a fork; a worker takes no lock that another thread may hold.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, shared: Fields, private: dict[str, Tensor], share: Share) -> Tally:
+        """Share the clients out, wait for all, add up."""
+        for k, v in shared.items():
+            self._shared[k].copy_(v)
+        parts = _parts(share, len(self._pipes))
+        waiting: dict[Connection, int] = {}
+        for i, part in enumerate(parts):
+            try:
+                self._pipes[i].send(part)
+            except (BrokenPipeError, ConnectionResetError):
+                self._mourn(i, part)
+            waiting[self._pipes[i]] = i
+            self.trips += 1
+        answers: dict[int, Tally] = {}
+        while waiting:
+            sentinels = {self._processes[i].sentinel: i for i in waiting.values()}
+            ready = wait([*waiting, *sentinels])
+            for source in sorted(
+                ready, key=lambda r: r not in waiting
+            ):  # an answer counts even if its worker died then
+                i = waiting[source] if source in waiting else sentinels[source]
+                if i in answers:
+                    continue
+                try:
+                    kind, value = self._pipes[i].recv()
+                except (EOFError, ConnectionResetError):
+                    self._mourn(i, parts[i])
+                if kind == "mistake":
+                    raise NestfedError(value)
+                if kind == "crash":
+                    raise RuntimeError(f"Worker {i + 1} failed:\n{value}")
+                answers[i] = value
+                del waiting[self._pipes[i]]
+        return self._total(share, [answers[i] for i in range(len(parts))])
+
+    def _total(self, share: Share, answers: list[Tally]) -> Tally:
+        """Add up in the workers' order, so that a run is the same every time."""
+        names = [k for k in self._sums[0] if k != TAP or share.span.start <= share.tap < share.span.stop]
+        total = Tally({k: self._sums[0][k].clone() for k in names})
+        for i, answer in enumerate(answers):
+            if i:
+                for k in names:
+                    total.sums[k].add_(self._sums[i][k])
+            total.loss += answer.loss
+            total.moved += answer.moved
+            total.examples += answer.examples
+            total.evaluations += answer.evaluations
+            for name, seconds in answer.laps.items():
+                # Workers work at the same time: a round has the mean of their times.
+                total.laps[name] = total.laps.get(name, 0.0) + seconds / len(answers)
+        return total
+
+    def _mourn(self, i: int, part: Share) -> None:
+        process = self._processes[i]
+        process.join(1)
+        code = process.exitcode
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"ended with code {code}"
+        )
+        hint = " (out of memory? run with fewer workers)" if code == -signal.SIGKILL else ""
+        raise NestfedError(
+            f"Worker {i + 1} of {len(self._pipes)}, which ran clients {part.ns[0]}…{part.ns[-1]} in round "
+            f"{part.round + 1}, {how}{hint}."
+        )
+
+    def close(self) -> None:
+        """End the workers."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _parts(share: Share, count: int) -> list[Share]:
+    """Cut a share into as many of nearly equal size, or fewer if there are not enough clients."""
+    total = len(share.ns)
+    count = min(count, total)
+    edges = [i * total // count for i in range(count + 1)]
+    return [share._replace(ns=share.ns[a:b], stale=share.stale[a:b]) for a, b in pairwise(edges)]
+
+
+def _serve(
+    pipe: Connection, others: list[Connection], parent: int, local: Local, shared: Fields, private: dict[str, Tensor],
+    sums: dict[str, Tensor],
+) -> None:  # fmt: skip
+    """Work until the parent closes the pipe."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for other in others:  # an inherited end would keep a pipe open after its owner's death
+        other.close()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        while True:
+            try:
+                share = pipe.recv()
+            except (EOFError, OSError):
+                return
+            try:
+                for v in sums.values():
+                    v.zero_()
+                tally = local.run(shared, private, share, Tally(sums))
+                tally.sums = {}  # they are where the parent sees them
+                pipe.send(("done", tally))
+            except NestfedError as error:
+                pipe.send(("mistake", str(error)))
+            except Exception:
+                pipe.send(("crash", traceback.format_exc()))
+
+
+def _die_with(parent: int) -> None:
+    """Ask the system to kill this process when its parent ends, also if that is killed itself."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

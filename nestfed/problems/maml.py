@@ -1,0 +1,228 @@
+"""MAML as a nested problem: a model that one gradient step adapts to a new task (Finn et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from nestfed.core import Batch, NestfedError
+from nestfed.problems.base import Compositional, Domain, Model, Sample, _around, as_sample, leading
+
+TaskLoss = Callable[[Model, Batch], Tensor]
+"""L(model, (x, y)): the loss of one task on some of its examples, one number."""
+
+
+@dataclass(frozen=True)
+class Adaptable:
+    """The model before it is adapted: a callable like the user's module, which can also be adapted to tasks."""
+
+    problem: MAML
+    x: Tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model as it is."""
+        return self.problem.flat.bind(self.x, train=False)(*args, **kwargs)
+
+    def adapt(self, support: Batch, steps: int = 1) -> Tensor:
+        """Return one adapted parameter vector per task, (k, d)."""
+        return self.problem.adapt(self.x, support, steps)
+
+    def predict(self, u: Tensor, inputs: Tensor) -> Tensor:
+        """Return the outputs of task i's model u_i on its inputs, leading axes (k, examples)."""
+        return self.problem.predict(u, inputs)
+
+
+class MAML(Compositional):
+    """F(x) = E_i L_i(x − λ∇L_i(x; support_i); query_i), one definition for two families of methods.
+
+    As a conditional problem, ξ is a task i with its query and η its support; as a compositional one, the inner value
+    of task i is g_i(x) = x − λ∇L_i(x; support), in R^d, and f_i(y) = L_i(y; query). Then
+
+        ∇F = mean_i (I − λ∇²L_i(x; support)) ∇L_i(g_i(x); query),
+
+    where the Hessian is only ever applied to a vector: one pass back through the graph of ∇L_i. The query's own pass
+    is an ordinary one, so its graph is gone before the second-order one is walked. With `first_order=True` the Hessian
+    is left out, which is no longer the gradient of F.
+
+    A batch is (outer, inner, which): outer = (x, y) of the queries, leading axes (k, query examples); inner = (x, y)
+    of the supports, (k, support examples); which = the k tasks' numbers among the client's own `tasks`, for the methods
+    that keep a state per task. Clients that make up new tasks all the time leave `which` and `tasks` out.
+
+    The k tasks are vectorised if the model is made of matrix products only (half the time of one after another). For
+    convolutions with weights of each task's own the time is the same either way (measured on a processor), so those
+    tasks take turns, so that only one query is in memory. Turns are pieces already: `accumulate` has nothing to cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Tensor,
+        task_loss: TaskLoss,
+        *,
+        inner_lr: float,
+        tasks: int | None = None,
+        first_order: bool = False,
+        vectorise: bool | None = None,
+        domain: Domain | None = None,
+        clip: float | None = None,
+    ) -> None:
+        if not 0 < inner_lr < float("inf"):
+            raise NestfedError(f"maml: inner_lr must be a finite number above 0, not {inner_lr:g}.")
+        if tasks is not None and tasks < 1:
+            raise NestfedError(f"maml: tasks, the number of tasks on a client, must be at least 1, not {tasks}.")
+        self.task_loss, self.inner_lr, self._tasks, self.first_order = task_loss, inner_lr, tasks, first_order
+        if vectorise is None:
+            modules = model.modules() if isinstance(model, nn.Module) else ()
+            vectorise = not any(isinstance(m, nn.modules.conv._ConvNd) for m in modules)
+        self.vectorise = vectorise
+        super().__init__(self._outer, self._inner, model, 1, domain=domain, clip=clip)
+        self.inner_dim = self.x0.numel()
+
+    @property
+    def tasks(self) -> int:  # type: ignore[override]
+        """The number of tasks on a client, if that is fixed."""
+        if self._tasks is None:
+            raise NestfedError(
+                "A method with one state per task (local-moml, local-scgdm-tasks) needs clients with a fixed set of "
+                "tasks, but these make up a new task each time: take local-scgdm."
+            )
+        return self._tasks
+
+    def _inner(self, x: Tensor, support: Batch, sample: Sample | None = None) -> Tensor:
+        copies = x.expand(leading(support), -1)
+        return x - self.inner_lr * self._slopes(sample or Sample(support), copies, support)
+
+    def _outer(self, u: Tensor, query: Batch) -> Tensor:
+        return self._losses(Sample(query), u, query).mean()
+
+    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+        """Return mean_i f_i(g_i(x))."""
+        return self._outer(self._inner(x, batch[1]), batch[0])
+
+    def examples(self, data: Batch) -> int:
+        """Count query and support examples."""
+        return leading(data[0], 2) + leading(data[1], 2)
+
+    def which(self, batch: Batch) -> Tensor:
+        """Return the numbers of the batch's tasks."""
+        return as_sample(batch).data[2]
+
+    def bind(self, x: Tensor, *, train: bool = False) -> Adaptable:
+        """Return the model at x, ready to be adapted."""
+        return Adaptable(self, x)
+
+    # Losses and slopes of k tasks, at a vector for each, x of (k, d).
+
+    def _task(self, sample: Sample) -> Callable[[Tensor, Batch], Tensor]:
+        """Return L as a function of a task's vector and examples, with dropout by the batch's key."""
+
+        def value(x: Tensor, examples: Batch) -> Tensor:
+            with _around(sample):
+                found = self.task_loss(self.flat.bind(x, train=True), examples)
+            if found.dim() != 0:
+                raise NestfedError(
+                    f"maml: a task's loss must be one number, not a tensor of shape {tuple(found.shape)}."
+                )
+            return found
+
+        return value
+
+    def _losses(self, sample: Sample, x: Tensor, examples: Batch) -> Tensor:
+        task = self._task(sample)
+        if self.vectorise:
+            return torch.vmap(task)(x, examples)
+        return torch.stack([task(p, e) for p, e in _each(x, examples)])
+
+    def _slopes(self, sample: Sample, x: Tensor, examples: Batch) -> Tensor:
+        """Return ∇L_i(x_i), (k, d), under a function transform or none.
+
+        Each loss depends on its own row of x only, so the gradient of their sum holds every task's slope. The other
+        order, a vmap around a gradient, gives wrong second derivatives for convolutions with shared weights
+        (torch 2.13; a test compares).
+        """
+        return torch.func.grad(lambda y: self._losses(sample, y, examples).sum())(x)
+
+    def _eager_slopes(self, sample: Sample, x: Tensor, examples: Batch, graph: bool) -> tuple[Tensor, Tensor]:
+        """Return the losses and ∇L_i(x_i), (k, d), by plain autograd: half the overhead of a transform."""
+        with torch.enable_grad():
+            if self.vectorise:
+                losses = self._losses(sample, x, examples)
+                return losses, torch.autograd.grad(losses.sum(), x, create_graph=graph)[0]
+            task, losses_, slopes = self._task(sample), [], []
+            for p, e in _each(x, examples):
+                losses_.append(task(p, e))
+                slopes.append(torch.autograd.grad(losses_[-1], p, create_graph=graph)[0])
+            return torch.stack(losses_), torch.stack(slopes)
+
+    # What the methods ask.
+
+    def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return g_i(x), (k, d), and the pullback v ↦ mean_i (I − λ∇²L_i(x))v_i."""
+        sample = as_sample(batch)
+        support, lam = sample.data[1], self.inner_lr
+        sample.tape.note(leading(support, 2))
+        if not sample.eager:
+            value, pull = torch.func.vjp(lambda y: self._inner(y, support, sample), x)  # type: ignore[misc]
+            if self.first_order:
+                return value, lambda v: self._clipped(v.mean(0))
+            return value, lambda v: self._clipped(pull(v / len(v))[0])
+        copies = x.detach().expand(leading(support), -1).clone().requires_grad_()
+        _, slopes = self._eager_slopes(sample, copies, support, graph=not self.first_order)
+        if self.first_order:
+            return x - lam * slopes, lambda v: self._clipped(v.mean(0))
+
+        def pullback(v: Tensor) -> Tensor:
+            (bent,) = torch.autograd.grad(slopes, copies, v)
+            return self._clipped((v - lam * bent).mean(0))
+
+        return x - lam * slopes.detach(), pullback
+
+    def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
+        """Return ∇L_i(u_i; query) for every task, (k, d)."""
+        sample = as_sample(batch)
+        query = sample.data[0]
+        if sample.eager:
+            losses, slopes = self._eager_slopes(sample, u.detach().requires_grad_(), query, graph=False)
+            value = losses.detach().mean()
+        else:
+            slopes, value = torch.func.grad_and_value(lambda v: self._losses(sample, v, query).sum())(u)
+            value = value / len(u)
+        sample.tape.note(leading(query, 2), value)
+        return slopes
+
+    def grad(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient of mean_i f_i(g_i(x))."""
+        value, pullback = self.inner(x, batch)
+        return pullback(self.outer_grad(value, batch))
+
+    # What people do with the outcome.
+
+    def adapt(self, x: Tensor, support: Batch, steps: int = 1) -> Tensor:
+        """Take `steps` inner steps on every task's support, from x or from a row of x each; return (k, d)."""
+        sample = Sample(support, eager=True)
+        u = x.detach().expand(leading(support), -1)
+        for _ in range(steps):
+            leaf = u.clone().requires_grad_()
+            u = u - self.inner_lr * self._eager_slopes(sample, leaf, support, graph=False)[1]
+        return u
+
+    def predict(self, u: Tensor, inputs: Tensor) -> Tensor:
+        """Return the outputs of task i's model u_i on its inputs, leading axes (k, examples)."""
+
+        def one(p: Tensor, x: Tensor) -> Tensor:
+            return self.flat.bind(p, train=False)(x)
+
+        with torch.no_grad():
+            if self.vectorise:
+                return torch.vmap(one)(u, inputs)
+            return torch.stack([one(p, x) for p, x in zip(u, inputs)])
+
+
+def _each(x: Tensor, examples: Batch) -> list[tuple[Tensor, Batch]]:
+    """Return every task's vector and examples."""
+    return [(row, tree_map(itemgetter(i), examples)) for i, row in enumerate(x.unbind(0))]

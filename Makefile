@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format complexity clean
+.PHONY: demo test test-slow lint format complexity bench bench-peers clean
 
 demo: $(READY)
 	$(RUN) -m nestfed demo
@@ -28,10 +28,30 @@ format: $(READY)
 complexity: $(READY)
 	$(RUN) benchmarks/complexity/measure.py
 
+# Seconds a round against bare gradients and a loop by hand (about half an hour); needs the data sets (NESTFED_DATA).
+bench: $(READY)
+	$(RUN) benchmarks/speed/bench.py
+	$(RUN) benchmarks/speed/scale.py
+	$(RUN) benchmarks/speed/memory.py
+
+# Other simulators on the same work, each in an environment of its own; one that cannot be installed is said so.
+PEERS := .venv-peers
+bench-peers: $(READY)
+	$(call peer,flower,"flwr[simulation]==1.41.0" torch numpy)
+	$(call peer,pfl,pfl==0.6.0 torch numpy)
+	$(call peer,fedjax,fedjax==0.0.17 jax==0.5.3 jaxlib==0.5.3)
+	$(RUN) benchmarks/speed/peers.py $(PEERS)
+
+# torch in the version that we use ourselves, so that the comparison is fair.
+define peer
+test -x $(PEERS)/$(1)/bin/python || { $(PYTHON) -m venv $(PEERS)/$(1) && $(PEERS)/$(1)/bin/pip install --quiet \
+	$(2) $(if $(findstring torch,$(2)),"$$(grep ^torch== constraints.txt)"); } || { rm -rf $(PEERS)/$(1); echo "$(1): not installed"; }
+endef
+
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -157,7 +157,10 @@ def time_work(name: str, rounds: int) -> dict[str, Any]:
     seconds["ours"] = list(np.diff(clock))[1:]  # the first round warms up
     cpu["ours"] = cpu["ours"][1:]
     median = {k: statistics.median(v[-rounds:]) if v else None for k, v in seconds.items()}
-    found: dict[str, Any] = {**median, "cpu": {k: statistics.median(v[-rounds:]) if v else None for k, v in cpu.items()}}
+    found: dict[str, Any] = {
+        **median,
+        "cpu": {k: statistics.median(v[-rounds:]) if v else None for k, v in cpu.items()},
+    }
     # Ratios round by round, neighbours in time.
     for other in ("limit", "plain"):
         if seconds[other]:
@@ -197,7 +200,10 @@ def start_up(name: str) -> dict[str, float]:
 def machine() -> dict[str, Any]:
     import torch
 
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
     return {
         "processor": model, "cores": CORES, "python": platform.python_version(), "torch": torch.__version__,
         "load": os.getloadavg()[0],
@@ -227,7 +233,13 @@ def main() -> None:
             continue
         found = json.loads(out.stdout.splitlines()[-1])
         found |= start_up(name)
-        results[name] = {**results.get(name, {}), **found, "about": WORKS[name][0], "bar": WORKS[name][2], "load": began["load"]}
+        results[name] = {
+            **results.get(name, {}),
+            **found,
+            "about": WORKS[name][0],
+            "bar": WORKS[name][2],
+            "load": began["load"],
+        }
         results["machine"] = began
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
         show = {k: f"{v:.3f}" for k, v in found.items() if isinstance(v, float)}

@@ -45,7 +45,15 @@ def one(name: str, clients: int, million: float, saving: bool) -> dict[str, floa
     held = Examples((x, y), np.array_split(np.arange(len(x)), clients), batch=4)
     (x.T @ x).sum()
     before = status("VmRSS")
-    model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+    model = nn.Sequential(
+        nn.Linear(16, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, 4),
+    )
     method = algorithm(name, **METHODS[name])
     problem = Classify(model)
     d = problem.x0.numel()
@@ -53,7 +61,17 @@ def one(name: str, clients: int, million: float, saving: bool) -> dict[str, floa
     fields = sum(v.numel() == d for v in state)
     del state, model
     with tempfile.TemporaryDirectory() as folder:
-        simulate(problem, method, held, rounds=2, q=2, mode="loop", workers=1, progress=False, directory=folder if saving else None)
+        simulate(
+            problem,
+            method,
+            held,
+            rounds=2,
+            q=2,
+            mode="loop",
+            workers=1,
+            progress=False,
+            directory=folder if saving else None,
+        )
     peak = status("VmHWM") - before
     activations = 8 * 4 * 4 * width * 4 / 1e6
     bound = 1.3 * fields * clients * d * 4 / 1e6 + activations
@@ -74,8 +92,19 @@ def main() -> None:
     table = {}
     for name in METHODS:
         for saving in (False, True):
-            command = [sys.executable, __file__, "--child", name, "--clients", str(given.clients), "--million", str(given.million)]
-            out = subprocess.run([*command, *(["--saving"] if saving else [])], stdout=subprocess.PIPE, text=True, check=True)
+            command = [
+                sys.executable,
+                __file__,
+                "--child",
+                name,
+                "--clients",
+                str(given.clients),
+                "--million",
+                str(given.million),
+            ]
+            out = subprocess.run(
+                [*command, *(["--saving"] if saving else [])], stdout=subprocess.PIPE, text=True, check=True
+            )
             found = json.loads(out.stdout.splitlines()[-1])
             label = f"{name}{' with checkpoints' if saving else ''}"
             table[label] = found

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def timed(command: list[str], most: float = 900) -> dict[str, Any]:
             last = [text for text in log.read().splitlines() if text.strip()][-1:]
             return {"trouble": f"did not run: {last[0] if last else process.returncode}"}
     # perf_counter has one origin for all processes of a machine.
-    gaps = [b - a for a, b in zip(rounds, rounds[1:])][1:]
+    gaps = [b - a for a, b in pairwise(rounds)][1:]
     return {"seconds": statistics.median(gaps), "startup": rounds[0] - began, "rss_mb": memory}
 
 

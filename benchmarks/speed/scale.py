@@ -1,6 +1,6 @@
 """Growing: the cost of a client's step from 4 to 10,000 clients, two ranks against one, 16-bit products.
 
-    python benchmarks/speed/scale.py
+python benchmarks/speed/scale.py
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,23 @@ def clients_sweep() -> dict[str, Any]:
                 return {}
 
             rounds = 3 if count >= 1000 else 30
-            simulate(problem, algorithm(name, eta=0.1), clients, rounds=rounds + 1, q=5, progress=False, mode="vmap", workers=1, measure=mark)
-            gaps = [b - a for a, b in zip(marks[1:], marks[2:])]
+            simulate(
+                problem,
+                algorithm(name, eta=0.1),
+                clients,
+                rounds=rounds + 1,
+                q=5,
+                progress=False,
+                mode="vmap",
+                workers=1,
+                measure=mark,
+            )
+            gaps = [b - a for a, b in pairwise(marks[1:])]
             table[f"{name} N={count}"] = statistics.median(gaps) / (count * 5) * 1e6
-            print(f"{name:10} N={count:6}: {table[f'{name} N={count}']:.1f} µs of processor time per client and step", flush=True)
+            print(
+                f"{name:10} N={count:6}: {table[f'{name} N={count}']:.1f} µs of processor time per client and step",
+                flush=True,
+            )
     return table
 
 
@@ -77,7 +91,9 @@ def ranks() -> dict[str, float]:
         for _ in range(2):
             for count in (1, 2):
                 runner = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(count), str(script)]
-                out = subprocess.run(runner, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                out = subprocess.run(
+                    runner, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                )
                 found[count] += json.loads(out.stdout.splitlines()[-1])
     finally:
         script.unlink()
@@ -104,7 +120,14 @@ def sixteen_bits() -> dict[str, float]:
             for precision in spent:
                 began = busy()
                 simulate(
-                    work.problem, work.algorithm, work.clients, rounds=1, q=2, progress=False, workers=1, precision=precision
+                    work.problem,
+                    work.algorithm,
+                    work.clients,
+                    rounds=1,
+                    q=2,
+                    progress=False,
+                    workers=1,
+                    precision=precision,
                 )  # type: ignore[arg-type]
                 spent[precision].append(busy() - began)
         table[name] = statistics.median(spent["bf16"]) / statistics.median(spent["full"])

@@ -40,9 +40,18 @@ def lines(results: dict[str, Any]) -> list[str]:
             f"| {number(row.get('over_limit'))} | {number(1 / row['over_plain'])} | {by} | {number(row['rss_mb'], 4)} "
             f"| {number(row['startup'])} | {verdict(row)} |"
         )
-    peers = [(name, peer, found) for name, row in results.items() if isinstance(row, dict) for peer, found in row.get("peers", {}).items()]
+    peers = [
+        (name, peer, found)
+        for name, row in results.items()
+        if isinstance(row, dict)
+        for peer, found in row.get("peers", {}).items()
+    ]
     if peers:
-        out += ["", "| work | simulator | s a round | ours in the same turns | start-up, s | MB |", "| --- | --- | --- | --- | --- | --- |"]
+        out += [
+            "",
+            "| work | simulator | s a round | ours in the same turns | start-up, s | MB |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
         for name, peer, found in peers:
             if "seconds" in found:
                 out.append(

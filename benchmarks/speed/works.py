@@ -74,7 +74,9 @@ def bare(module: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> Callabl
     return make
 
 
-def averaged(module: nn.Module, clients: Any, q: int, step: Callable[..., None], who: Callable[[int], list[int]]) -> Any:
+def averaged(
+    module: nn.Module, clients: Any, q: int, step: Callable[..., None], who: Callable[[int], list[int]]
+) -> Any:
     """FedAvg as people write it: copy the model, run an optimizer, add up the state dictionaries."""
 
     def round_(t: int) -> None:
@@ -206,7 +208,6 @@ def sines() -> Work:
     module = models.build("sine", (1,))
     problem = MAML(module, sine.squared_error, inner_lr=0.001, tasks=clients.held)
     lam = 0.001
-    tracked: list[Tensor] | None = None
 
     def plain(t: int) -> None:
         """Local-SCGDM by hand: task after task, lists of tensors for u and the momentum."""
@@ -221,11 +222,11 @@ def sines() -> Work:
                 direction = [torch.zeros_like(p) for p in x]
                 new = [torch.zeros_like(p) for p in x]
                 for k in range(3):
-                    inner = sine.squared_error(lambda v: functional_call(module, dict(zip(names, x)), v), (support[0][k], support[1][k]))
+                    inner = F.mse_loss(functional_call(module, dict(zip(names, x)), support[0][k]), support[1][k])
                     g = torch.autograd.grad(inner, x, create_graph=True)
                     fast = [p - lam * gi for p, gi in zip(x, g)]
                     at = [(0.1 * a + 0.9 * b).detach().requires_grad_() for a, b in zip(u, fast)]
-                    outer = sine.squared_error(lambda v: functional_call(module, dict(zip(names, at)), v), (query[0][k], query[1][k]))
+                    outer = F.mse_loss(functional_call(module, dict(zip(names, at)), query[0][k]), query[1][k])
                     v = torch.autograd.grad(outer, at)
                     z = torch.autograd.grad(fast, x, v)
                     direction = [d + zi / 3 for d, zi in zip(direction, z)]
@@ -238,7 +239,6 @@ def sines() -> Work:
             for p, each in zip(module.parameters(), zip(*ends)):
                 p.copy_(torch.stack(each).mean(0))
 
-    del tracked
     return Work(
         "", problem, algorithm("local-scgdm", eta=1.0, alpha=0.8, beta=0.01, gamma=0.9), clients, 5, None, plain
     )
@@ -333,7 +333,7 @@ WORKS: dict[str, tuple[str, Callable[[], Work], tuple[float | None, float | None
 
 
 def build(name: str) -> Work:
-    about, make, bar, options = WORKS[name]
+    _, make, bar, options = WORKS[name]
     work = make()
     work.name, work.bar, work.options = name, bar, options
     return work

@@ -41,7 +41,8 @@ SMALL = 200_000
 LARGE = 20_000_000
 """Parameters from which one process with all threads beats several with one each, and needs less memory."""
 MANY = 512
-"""Clients in a round from which vectorised work is worth cutting up over processes."""
+WIDE = 2**20
+"""Clients in a round, or numbers in one field of all of them, from which vectorised work is worth several processes."""
 
 
 class Interrupted(NestfedError):
@@ -107,7 +108,7 @@ def simulate(
     How the clients are run changes no number beyond rounding. `mode` is vmap (all clients in one vectorised call, in
     chunks), loop (one after another), or auto: vmap for dense models of up to 200,000 parameters. `workers` processes
     share the clients out, one thread each; 0 means as many as torch has threads for a loop over a model of up to 20
-    million parameters or for vmap over 512 clients a round, one otherwise. `compile` compiles vectorised steps, which
+    million parameters, and for vmap over 512 clients or a million numbers a round; one otherwise. `compile` compiles vectorised steps, which
     takes some seconds and makes small dense problems several times faster. `precision` "bf16" computes matrix products
     and convolutions in 16 bits while all state keeps its own type. `accumulate` evaluates every batch in that many
     pieces when it does not fit as a whole. What clients keep between rounds lies on disk if it exceeds `memory_limit`
@@ -209,7 +210,9 @@ def simulate(
             while state.round < rounds:
                 began = time.perf_counter()
                 try:
-                    loss, drift, took_part = engine.round(state, taking_part, tap)
+                    # Vectorised steps are many small operations, which threads only slow down.
+                    with _threads(1 if vectorised and place.type == "cpu" else 0):
+                        loss, drift, took_part = engine.round(state, taking_part, tap)
                 except NestfedError as error:
                     if path is None or not state.round:
                         raise
@@ -392,7 +395,8 @@ def _processes(workers: int, vectorised: bool, problem: Any, device: torch.devic
         raise NestfedError(f"workers = {workers}: worker processes are for the processor, on systems that can fork.")
     if workers == 0:
         if vectorised:
-            wanted = torch.get_num_threads() if participants >= MANY else 1
+            much = participants >= MANY or participants * problem.x0.numel() >= WIDE
+            wanted = torch.get_num_threads() if much else 1
         else:
             wanted = torch.get_num_threads() if problem.x0.numel() < LARGE else 1
         workers = wanted if able and not torch.cuda.is_available() else 1
@@ -440,6 +444,17 @@ def _record(state: RunState, loss: float | None, drift: float | None, participan
         "bytes_down": state.bytes_down,
         "seconds": round(state.seconds, 6),
     }
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads inside; 0 leaves it as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -39,7 +39,13 @@ def train(msg, context):
 
 @server.main()
 def main(grid, context):
-    strategy = FedAvg(fraction_train=PART / CLIENTS, fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=CLIENTS)
+    strategy = FedAvg(
+        fraction_train=PART / CLIENTS,
+        fraction_evaluate=0.0,
+        min_train_nodes=1,
+        min_evaluate_nodes=0,
+        min_available_nodes=CLIENTS,
+    )
 
     def told(number, arrays):
         print("round", time.perf_counter(), flush=True)

@@ -52,7 +52,9 @@ def main() -> None:
     training = FederatedDataset(user, sampler)
     net = Model()
     model = PyTorchModel(net, torch.optim.SGD, torch.optim.SGD(net.parameters(), 1.0))
-    params = NNAlgorithmParams(central_num_iterations=ROUNDS, evaluation_frequency=10**6, train_cohort_size=PART, val_cohort_size=None)
+    params = NNAlgorithmParams(
+        central_num_iterations=ROUNDS, evaluation_frequency=10**6, train_cohort_size=PART, val_cohort_size=None
+    )
     train = NNTrainHyperParams(local_num_epochs=None, local_num_steps=10, local_learning_rate=0.05, local_batch_size=50)
     FederatedAveraging().run(
         params, SimulatedBackend(training, training), model, model_train_params=train,

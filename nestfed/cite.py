@@ -190,6 +190,7 @@ CITES: dict[str, tuple[str, ...]] = {
     "bsgd": ("hu2020biased",),
     "bspiderboost": ("hu2020biased",),
     "local-scgdm": ("gao2022local",),
+    "local-scgdm-tasks": ("gao2022local",),
     "local-scgd": ("wang2017stochastic", "gao2022local"),
     "local-bsgd": ("huang2021compositional",),
     "local-moml": ("wang2021memory",),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from nestfed import cite
+from nestfed.algorithms import TABLE
 from nestfed.core import NestfedError, at
 from nestfed.theory import COMPLEXITY, METHODS, CubeRoot, Squared, adaptive, prescribe
 from nestfed.theory.base import sum_of_cubes
@@ -420,3 +421,8 @@ def test_citations():
         cite.bibtex("fedavgg")
     with pytest.raises(NestfedError, match="known are"):
         cite.bibtex("qqqq")
+
+
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_every_method_can_be_cited(name):
+    assert cite.bibtex(name).count("@") >= 1

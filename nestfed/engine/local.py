@@ -274,9 +274,10 @@ class Local:
             def watch(t: int, s: Any, loss: Tensor | None, n: int = n) -> None:
                 named = {**({} if loss is None else {"loss": loss}), **s._asdict()}
                 for name, value in named.items():
-                    if not bool(torch.isfinite(value).all()):
+                    # The square too: what is sent is judged by its norm, which overflows before the number does.
+                    if not bool(torch.isfinite(value.square().sum())):
                         raise NestfedError(
-                            f"{name} became infinite or NaN at client {label(n)}, iteration {t} (round "
+                            f"{name} became infinite, NaN or too large at client {label(n)}, iteration {t} (round "
                             f"{share.round + 1}): the step size is too large, or the data hold such values."
                         )
 

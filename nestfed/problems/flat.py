@@ -91,7 +91,7 @@ def _places(module: nn.Module) -> Places:
 class _Bound:
     """A module at one point: a callable like the user's module.
 
-    The parameters are put in their places before each call and stay there. That costs a tenth of
+    The parameters are put in their places before each call and stay there. That costs a fraction of
     `torch.func.functional_call`, and a module that recomputes its activations finds them during the backward pass.
     """
 

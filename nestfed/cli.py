@@ -232,20 +232,9 @@ def _size(count: float) -> str:
 
 
 def _experiment(file: str, overrides: list[str] | None) -> Experiment:
-    import tomllib
+    from nestfed.experiment import parse_overrides, read
 
-    from nestfed.experiment import read
-
-    changes = {}
-    for override in overrides or ():
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise NestfedError(f"{override!r} is no setting; write it as section.name=value.")
-        try:
-            changes[key] = tomllib.loads(f"v = {text}")["v"]
-        except tomllib.TOMLDecodeError:
-            changes[key] = text
-    return read(file).with_overrides(changes)
+    return read(file).with_overrides(parse_overrides(overrides or ()))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

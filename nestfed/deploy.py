@@ -619,22 +619,9 @@ def _chosen(file: str, overrides: list[str] | None, method: str, sites: int) -> 
     kind = experiment.partition.kind
     if kind not in ("column", "pooled") and not any(c.startswith("partition.clients=") for c in changes):
         changes.append(f"partition.clients={sites}")  # a part of the data set for every site
-    return experiment.with_overrides(_changes(changes))
+    from nestfed.experiment import parse_overrides
 
-
-def _changes(overrides: Sequence[str]) -> dict[str, Any]:
-    import tomllib
-
-    changes = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise NestfedError(f"{override!r} is no setting; write it as section.name=value.")
-        try:
-            changes[key] = tomllib.loads(f"v = {text}")["v"]
-        except tomllib.TOMLDecodeError:
-            changes[key] = text
-    return changes
+    return experiment.with_overrides(parse_overrides(changes))
 
 
 @deploy_app.command("init")

@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -312,6 +312,20 @@ def _typed(section: str, key: str, value: Any, default: Any) -> Any:
 def _setting(value: Any) -> Any:
     """Return a hyper-parameter; {scale, shift, power} is a decaying schedule."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Read settings as they are written on the command line: section.name=value, the value as in TOML or as text."""
+    changes = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise NestfedError(f"{override!r} is no setting; write it as section.name=value.")
+        try:
+            changes[key] = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            changes[key] = text
+    return changes
 
 
 def hyper_parameters(spec: AlgorithmSpec) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
-from nestfed.engine.record import Record
 from nestfed.engine.record import read as read_record
+from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment, from_tables, identity
 
 TUNING_SEED = 1000

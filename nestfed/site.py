@@ -21,7 +21,7 @@ from nestfed import algorithms
 from nestfed.assemble import Assembly, Metrics, assemble, judged, labelled
 from nestfed.core import NestfedError
 from nestfed.data.partition import Summary
-from nestfed.data.prepare import Held, PartitionSpec, Prepared, prepare
+from nestfed.data.prepare import Held, PartitionSpec, Prepared, deviation, prepare, standardised
 from nestfed.data.tables import load_table
 from nestfed.experiment import Experiment, hyper_parameters
 from nestfed.report.metrics import ScoreHistogram
@@ -77,11 +77,8 @@ class Plan:
         return np.stack(columns, 1).astype(np.float64)
 
     def scale(self, x: np.ndarray, features: Sequence[str]) -> Tensor:
-        """Impute by the common mean and scale to the common deviation, as `prepare.standardise` does."""
-        values = self.align(x, features)
-        missing = ~np.isfinite(values)
-        scaled = np.where(missing, 0.0, (values - self.mean) / self.deviation)
-        return torch.from_numpy(np.concatenate([scaled, missing[:, self.gaps]], 1).astype(np.float32))
+        """Impute by the common mean and scale to the common deviation."""
+        return standardised(self.align(x, features), self.mean, self.deviation, self.gaps)
 
 
 @dataclass(frozen=True)
@@ -189,9 +186,7 @@ def finish(plan: Plan, squares: Sequence[np.ndarray], told: Mapping[str, Facts])
     for f in told.values():
         place = {name: i for i, name in enumerate(f.features)}
         count += [f.known[place[name]] if name in place else f.examples for name in plan.features]
-    deviation = np.sqrt(sum(squares) / np.maximum(count, 1))
-    deviation[deviation < 1e-8 * np.maximum(np.abs(plan.mean), 1)] = 1.0
-    return replace(plan, deviation=deviation)
+    return replace(plan, deviation=deviation(sum(squares) / np.maximum(count, 1), plan.mean))
 
 
 def _common(told: Mapping[str, Facts]) -> tuple[str, ...]:

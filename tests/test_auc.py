@@ -187,8 +187,8 @@ def everything(h: Tensor, y: Tensor) -> object:
 
 
 def by_brute_force(h: Tensor, y: Tensor, margin: float) -> Tensor:
-    """−mean over positives z⁺ of (mean of 1[y=1]ℓ + ε)/(mean of ℓ + ε), one pair at a time."""
-    s, total, epsilon = torch.sigmoid(h), h.new_zeros(()), 1e-4 * margin**2
+    """−mean over positives z⁺ of (mean of 1[y=1]ℓ + ε)/(mean of ℓ + ε), one pair at a time; ε counts z⁺ once more."""
+    s, total, epsilon = torch.sigmoid(h), h.new_zeros(()), (1 / len(h) + 1e-4) * margin**2
     for i in range(len(h)):
         if y[i] == 1:
             losses = [torch.clamp(margin - s[i] + s[j], min=0) ** 2 for j in range(len(h))]

@@ -28,7 +28,7 @@ from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
 from nestfed.engine.simulate import Interrupted, simulate
-from nestfed.engine.sync import Span, dropout_keys
+from nestfed.engine.sync import Participation, Span, dropout_keys
 from nestfed.problems.base import Sample, Tape
 from nestfed.problems.toys import Quadratic
 
@@ -324,7 +324,53 @@ def test_a_round_without_answers_changes_nothing() -> None:
     empty = [i for i, r in enumerate(result.history) if r["participants"] == 0]
     assert empty
     assert result.history[empty[0]]["loss"] is None
-    assert result.history[empty[0]]["iteration"] == 2 * (empty[0] + 1)
+    first = next(i for i, r in enumerate(result.history) if r["participants"])
+    assert [r["iteration"] for r in result.history] == [2 * max(0, i + 1 - first) for i in range(12)]
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not TABLE[n].single])
+def test_iteration_0_waits_for_somebody(name: str) -> None:
+    """Whoever comes first initialises the estimators, just as if the empty rounds before had not been."""
+    s = setting(name)
+    options: dict[str, Any] = {"q": Q, "progress": False, "participation": 0.3}
+    seed = next(
+        seed for seed in range(200)
+        if not Participation(0.3).draw(Streams(seed), len(s.clients), 0)[1]
+        and Participation(0.3).draw(Streams(seed), len(s.clients), 1)[1]
+    )  # fmt: skip
+    empty = simulate(s.problem, method(name), s.clients, rounds=1, seed=seed, **options)
+    assert (empty.history[-1]["participants"], empty.history[-1]["iteration"]) == (0, 0)
+    late = simulate(s.problem, method(name), s.clients, rounds=2, seed=seed, **options)
+    who = Participation(0.3).draw(Streams(seed), len(s.clients), 1)[1]
+
+    class Those:
+        """The same clients, renumbered: only those who came."""
+
+        def __len__(self) -> int:
+            return len(who)
+
+        def sample(self, n: int, t: int) -> Any:
+            clients = s.clients.seeded(seed) if hasattr(s.clients, "seeded") else s.clients
+            return clients.sample(who[n], t)
+
+    if TABLE[name].name in ("scaffold", "codasca"):
+        return  # their server counts the absent
+    alone = simulate(s.problem, method(name), Those(), rounds=1, q=Q, seed=seed, progress=False)
+    for field, value in alone.shared.items():
+        torch.testing.assert_close(late.shared[field], value, rtol=1e-9, atol=1e-12)
+
+
+def test_an_error_in_the_users_own_code_is_a_sentence() -> None:
+    problem, clients = images()
+
+    def broken(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch[0].reshape(-1, 7)).sum()
+
+    for mode in ("loop", "vmap"):
+        with pytest.raises(NestfedError, match=r"failed at clients? 0.* in round 1: RuntimeError: ") as caught:
+            simulate(Minimize(broken, problem.flat.source), FedAvg(0.1), clients, rounds=1, **{**OPTIONS, "mode": mode})
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +388,7 @@ def test_a_round_without_answers_changes_nothing() -> None:
         ({"compile": True, "mode": "loop"}, "compile needs vectorised"),
         ({"output": "first"}, "last, uniform or best"),
         ({"output": "best"}, "name of the metric"),
+        ({"output": "best", "best": "auroc"}, "evaluate or measure"),
         ({"rounds": -1}, "rounds must be"),
         ({"q": 0}, "q must be"),
     ],

@@ -136,7 +136,7 @@ class Local:
         everything, whole = private, shared
         shared = self.encoding.broadcast(shared)
         private = {k: private[k] for k in self.algorithm.private}  # without the residuals of encoded uploads
-        with tally.lap("running"):
+        with tally.lap("running"), self._blamed(ns, share.round):
             if self.vectorised:
                 mine: Fields = {k: v[rows] for k, v in private.items()}
                 run = self._compiled if self.compiled else self._together
@@ -176,6 +176,21 @@ class Local:
         count = len(ns) if self.vectorised else 1
         tally.examples += program.examples * count
         tally.evaluations += program.evaluations * count
+
+    @contextmanager
+    def _blamed(self, ns: Sequence[int], round: int) -> Iterator[None]:
+        """Turn an error in the user's own f, g or model into a sentence that says where; the cause stays attached."""
+        try:
+            yield
+        except NestfedError:
+            raise
+        except Exception as error:
+            label = getattr(self.clients, "label", str)
+            who = f"client {label(ns[0])}" if len(ns) == 1 else f"clients {label(ns[0])} to {label(ns[-1])}"
+            reason = " ".join(str(error).split("\n\n")[0].split())
+            raise NestfedError(
+                f"The model or the objective failed at {who} in round {round + 1}: {type(error).__name__}: {reason}"
+            ) from error
 
     def _encoded(
         self, upload: Fields, received: Fields, whole: Fields, private: dict[str, Tensor], ns: Sequence[int], round: int

@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
-from nestfed.engine.record import Record
+from nestfed.engine.sync import Record
 
 
 class Progress:

@@ -7,13 +7,10 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
-
-Record = dict[str, Any]
-"""round, iteration, participants, loss, drift, examples, bytes_up, bytes_down, seconds, and the metrics."""
+from nestfed.engine.sync import Record
 
 
 def line(record: Record) -> str:

@@ -20,17 +20,19 @@ from torch import Tensor
 
 from nestfed.core import Fields, NestfedError, refuse_mismatch
 from nestfed.data.clients import Clients, draw
-from nestfed.data.random import Purpose, Streams
+from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.encode import RESIDUAL, Encoding, wire_form
-from nestfed.engine.record import Record, line
+from nestfed.engine.record import line
 from nestfed.engine.record import read as read_record
 from nestfed.engine.sync import (
     TAP,
     AnyAlgorithm,
     Participation,
     Program,
+    Record,
     RunState,
+    drawn,
     dropout_keys,
     span_from,
 )
@@ -232,14 +234,14 @@ class Coordinator:
         self.state = RunState.start(self.algorithm, template, self.total)
         self.state.private = {}  # is where it belongs: on the sites
         found, self.passed_over = checkpoint.read(self.directory, self.identity, torch.device("cpu"))
-        self.history: list[Record] = [self._record(None, None, 0)]
+        self.history: list[Record] = [self.state.record(None, None, 0)]
         if found is not None:
             new = max(self.total - len(found.seen), 0)
             found.seen = torch.cat([found.seen, torch.full((new,), -1)])[: self.total]
             self.state = found
             self.history = [r for r in read_record(self._path) if r["round"] <= found.round]
         self.streams = Streams(self.seed)
-        self.tap = self._drawn() if self.output == "uniform" else -1
+        self.tap = drawn(self.algorithm, self.rounds, self.q, self.seed) if self.output == "uniform" else -1
 
     @property
     def over(self) -> bool:
@@ -328,24 +330,16 @@ class Coordinator:
             state.kept["uniform"] = state.shared[algorithm.point].clone()
         state.bytes_up += len(ns) * up
         state.bytes_down += asked * down
-        state.round += 1
-        state.t = span.stop
-        state.seen[ns] = state.round
+        state.advance(span.stop, ns)
         state.seconds += time.perf_counter() - began
-        self.history.append(self._record(loss if ns else None, max(moved, 0.0), len(ns)))
+        self.history.append(self.state.record(loss if ns else None, max(moved, 0.0), len(ns)))
         self._write()
         checkpoint.write(self.directory, state, self.identity)
 
     def judge(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of the last finished round, which come with the next round's answers, and keep the best."""
         if self.output == "best" and metrics:
-            name = self.best.removeprefix("-")
-            if name not in metrics:
-                raise NestfedError(f"output='best' asks for {name!r}, but the evaluation gives {', '.join(metrics)}.")
-            value = -metrics[name] if self.best.startswith("-") else metrics[name]
-            if self.state.best is None or value > self.state.best:
-                self.state.best = value
-                self.state.kept["best"] = self.state.shared[self.algorithm.point].clone()
+            self.state.keep_best(self.state.shared[self.algorithm.point], metrics, self.best)
         self.history[-1] |= dict(metrics)
         self._write()
 
@@ -356,27 +350,9 @@ class Coordinator:
     def _write(self) -> None:
         checkpoint.write_atomically(self._path, "".join(map(line, self.history)).encode())
 
-    def _record(self, loss: float | None, drift: float | None, participants: int) -> Record:
-        state = self.state
-        return {
-            "round": state.round,
-            "iteration": state.t,
-            "participants": participants,
-            "loss": loss,
-            "drift": drift,
-            "examples": state.examples,
-            "bytes_up": state.bytes_up,
-            "bytes_down": state.bytes_down,
-            "seconds": round(state.seconds, 6),
-        }
-
     def outcome(self) -> Tensor:
         """Return the point that the run was for."""
-        if self.output == "last":
-            return self.state.shared[self.algorithm.point]
-        if self.output not in self.state.kept:
-            raise NestfedError(f"run.output = {self.output!r}, but no such point was kept.")
-        return self.state.kept[self.output]
+        return self.state.outcome(self.algorithm.point, self.output)
 
     def _shares(self, ns: Sequence[int]) -> dict[int, float] | None:
         if not self.rules.by_examples:
@@ -388,9 +364,3 @@ class Coordinator:
         if not self.rules.by_examples:
             return len(ns) / self.total
         return sum(self.weights[n] for n in ns) / sum(self.weights.values())
-
-    def _drawn(self) -> int:
-        t = 0
-        for _ in range(self.rounds):
-            t = span_from(self.algorithm, t, self.q).stop
-        return int(self.streams.at(Purpose.OUTPUT, 0, 0).integers(max(t, 1)))

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 from nestfed.core import Fields, NestfedError, refuse_mismatch
 from nestfed.data.clients import Clients
-from nestfed.data.random import Purpose, Streams
+from nestfed.data.random import Streams
 from nestfed.engine import checkpoint, memory
 from nestfed.engine.distributed import Group, Ranks
 from nestfed.engine.encode import RESIDUAL, Encoding
 from nestfed.engine.local import Local, Runner, Share
 from nestfed.engine.progress import Progress
-from nestfed.engine.record import Log, Record
+from nestfed.engine.record import Log
 from nestfed.engine.record import read as read_record
-from nestfed.engine.sync import TAP, AnyAlgorithm, Participation, RunState, span_from
+from nestfed.engine.sync import TAP, AnyAlgorithm, Participation, Record, RunState, drawn, span_from
 from nestfed.engine.workers import Workers
 
 Mode = Literal["auto", "vmap", "loop"]
@@ -115,6 +115,8 @@ def simulate(
     bytes (0: half of the machine's memory). Under `torchrun` the clients are shared out over all ranks.
     """
     _check(problem, algorithm, clients, rounds, q, every, checkpoint_every, output, best)
+    if output == "best" and evaluate is None and measure is None:
+        raise NestfedError("output='best' needs evaluate or measure, which give the metric to judge by.")
     _check_engine(mode, workers, compile, precision, accumulate)
     taking_part = Participation(participation, failures)
     taking_part.check(len(clients))
@@ -141,7 +143,7 @@ def simulate(
     if encoding.up:
         state.private |= {RESIDUAL + k: table(torch.zeros_like(v), len(block)) for k, v in state.shared.items()}
     # A drawn outcome needs to know how many iterations there will be.
-    tap = _drawn(algorithm, rounds, q, seed) if output == "uniform" else -1
+    tap = drawn(algorithm, rounds, q, seed) if output == "uniform" else -1
     history: list[Record] = []
     log: Log | None = None
     identity = f"{algorithm!r} q={q} seed={seed} N={len(clients)} d={start.numel()} {participation} {failures} {encode}".rstrip()
@@ -180,7 +182,7 @@ def simulate(
             if measure is not None:
                 metrics |= {k: float(v) for k, v in measure(state.shared).items()}
         if output == "best" and metrics:
-            _keep_best(state, algorithm, metrics, best)
+            state.keep_best(state.shared[algorithm.point], metrics, best)
         record |= metrics
         history.append(record)
         if log is not None:
@@ -201,7 +203,7 @@ def simulate(
     del template
     try:
         if state.round == 0 and not history and (evaluate or measure):
-            note(_record(state, None, None, 0))
+            note(state.record(None, None, 0))
         with (
             Progress(label or algorithm.name, rounds, state.round, progress if group.leads else False) as bar,
             _deferred_interrupt() as interrupted,
@@ -220,7 +222,7 @@ def simulate(
                         save()
                     raise NestfedError(f"{error} The last good checkpoint is in {path}.") from error
                 state.seconds += clock.passed("round", began)
-                record = _record(state, loss, drift, took_part)
+                record = state.record(loss, drift, took_part)
                 began = time.perf_counter()
                 bar.update(record, note(record))
                 clock.passed("evaluation", began)
@@ -239,7 +241,7 @@ def simulate(
         runner.close()
         if log is not None:
             log.close()
-    x = state.shared[algorithm.point] if output == "last" else group.agree(state.kept.get(output))
+    x = state.shared[algorithm.point] if output == "last" else group.agree(state.outcome(algorithm.point, output))
     return Result(x, problem.module(x), history, dict(state.shared), dict(state.private), clock.table())
 
 
@@ -314,9 +316,7 @@ class _Engine:
         up, down = self.encoding.sizes(state.shared)
         state.bytes_down += len(asked) * down
         state.bytes_up += count * up
-        state.round += 1
-        state.t = span.stop
-        state.seen[answering] = state.round
+        state.advance(span.stop, answering)
         return loss, max(moved, 0.0), count
 
 
@@ -412,38 +412,6 @@ def _new_table(value: Tensor, rows: int, *, limit: int, folder: Path | None, sha
     # Without a directory of its own a large table goes where temporary files go.
     place = (folder or Path(tempfile.gettempdir())) if large else None
     return memory.table((rows, *value.shape), value.dtype, place).copy_(value)
-
-
-def _drawn(algorithm: AnyAlgorithm, rounds: int, q: int, seed: int) -> int:
-    """Draw the iteration whose averaged point is the outcome, uniformly from all."""
-    t = 0
-    for _ in range(rounds):
-        t = span_from(algorithm, t, q).stop
-    return int(Streams(seed).at(Purpose.OUTPUT, 0, 0).integers(max(t, 1)))
-
-
-def _keep_best(state: RunState, algorithm: AnyAlgorithm, metrics: Mapping[str, float], best: str) -> None:
-    name = best.removeprefix("-")
-    if name not in metrics:
-        raise NestfedError(f"output='best' asks for {name!r}, but the evaluation gives {', '.join(metrics)}.")
-    value = -metrics[name] if best.startswith("-") else metrics[name]
-    if state.best is None or value > state.best:
-        state.best = value
-        state.kept["best"] = state.shared[algorithm.point].clone()
-
-
-def _record(state: RunState, loss: float | None, drift: float | None, participants: int) -> Record:
-    return {
-        "round": state.round,
-        "iteration": state.t,
-        "participants": participants,
-        "loss": loss,
-        "drift": drift,
-        "examples": state.examples,
-        "bytes_up": state.bytes_up,
-        "bytes_down": state.bytes_down,
-        "seconds": round(state.seconds, 6),
-    }
 
 
 @contextmanager

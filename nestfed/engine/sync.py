@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from nestfed.data.random import Purpose, Streams
 from nestfed.problems.base import Sample, Tape
 
 AnyAlgorithm = Algorithm[Any, Any]
+Record = dict[str, Any]
+"""A round's line: round, iteration, participants, loss, drift, examples, bytes_up, bytes_down, seconds, the metrics."""
 
 
 class Span(NamedTuple):
@@ -63,6 +65,52 @@ class RunState:
         shared = {k: getattr(template, k) for k in algorithm.shared}
         private = {k: table(getattr(template, k), clients if rows is None else rows) for k in algorithm.private}
         return cls(shared, algorithm.server.init(shared), private, torch.full((clients,), -1))
+
+    def advance(self, stop: int, answered: Sequence[int]) -> None:
+        """Close a round that ended before iteration `stop`.
+
+        Iteration 0 initialises the estimators: as long as nobody was there for it, it is still to come.
+        """
+        self.round += 1
+        if answered or self.t:
+            self.t = stop
+        self.seen[list(answered)] = self.round
+
+    def keep_best(self, point: Tensor, metrics: Mapping[str, float], best: str) -> None:
+        """Put a point by if it is the best so far by a metric; a leading minus sign means that less is better."""
+        name = best.removeprefix("-")
+        if name not in metrics:
+            raise NestfedError(f"output='best' asks for {name!r}, but the evaluation gives {', '.join(metrics)}.")
+        value = -metrics[name] if best.startswith("-") else metrics[name]
+        if self.best is None or value > self.best:
+            self.best = value
+            self.kept["best"] = point.clone()
+
+    def record(self, loss: float | None, drift: float | None, participants: int) -> Record:
+        """Return the costs so far, and what the last round brought."""
+        return {
+            "round": self.round,
+            "iteration": self.t,
+            "participants": participants,
+            "loss": loss,
+            "drift": drift,
+            "examples": self.examples,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "seconds": round(self.seconds, 6),
+        }
+
+    def outcome(self, point: str, output: str) -> Tensor:
+        """Return the point that the run was for; one that was never put by (no round had it) is the last."""
+        return self.kept.get(output, self.shared[point])
+
+
+def drawn(algorithm: AnyAlgorithm, rounds: int, q: int, seed: int) -> int:
+    """Draw the iteration whose averaged point is the outcome, uniformly from all."""
+    t = 0
+    for _ in range(rounds):
+        t = span_from(algorithm, t, q).stop
+    return int(Streams(seed).at(Purpose.OUTPUT, 0, 0).integers(max(t, 1)))
 
 
 def size(fields: Fields) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nestfed.engine.record import Record
+from nestfed.engine.sync import Record
 
 AXES = {
     "round": "communication rounds",

@@ -28,7 +28,7 @@ from nestfed.running import run as simulated
 
 pytestmark = pytest.mark.slow
 SITES = 3
-PATIENCE = 240.0
+PATIENCE = 600.0
 
 
 def experiment(problem: str, algorithm: dict[str, Any], rounds: int, **run: Any) -> Experiment:

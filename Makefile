@@ -4,13 +4,17 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint format complexity bench bench-peers clean
+.PHONY: demo test test-deploy test-slow lint format complexity bench bench-peers clean
 
 demo: $(READY)
 	$(RUN) -m nestfed demo
 
 test: $(READY)
 	$(RUN) -m pytest -n 2 -m "not slow"
+
+# Real Flower processes on this machine, TLS and keys on, some of them killed (about six minutes).
+test-deploy: $(READY)
+	$(RUN) -m pytest -m slow tests/test_flower_e2e.py
 
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow

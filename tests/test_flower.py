@@ -580,6 +580,34 @@ def test_a_data_set_in_parts(problem: str, algorithm: dict[str, Any], evaluate: 
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("sine", "local-scgdm"), ("sine", "local-moml"), ("fcsg-figure1", "fcsg-m")],
+)
+def test_a_packaged_experiment_of_another_kind(name: str, method: str, tmp_path: Path) -> None:
+    """Its data are made up by rule: every site makes its own client's, and the coordinator evaluates."""
+    from nestfed.experiment import read
+    from nestfed.running import run
+
+    changes = {"run.rounds": 3, "run.every": 1, "run.q": 2}
+    if name == "sine":
+        changes["problem.test_tasks"] = 20
+    else:
+        changes |= {"algorithm.alpha": 0.01, "algorithm.beta": 0.5, "partition.clients": 3}
+    experiment = read(name).for_method(method).with_overrides(changes)
+    sites = experiment.partition.clients
+    deploy(experiment, tmp_path, sites)
+    expected = run(experiment, tmp_path / "simulated", progress=False)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    metrics = set(expected[-1]) - {*COSTS, "loss", "drift", "seconds"}
+    assert metrics
+    for ours, theirs in zip(records, expected, strict=True):
+        assert (ours["loss"] or 0.0) == pytest.approx(theirs["loss"] or 0.0, rel=1e-4)
+        for key in metrics:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key
+    assert records[-1]["participants"] == sites
+
+
 def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:
     from nestfed.running import run
 
@@ -690,6 +718,31 @@ def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> 
     for field, value in expected.shared.items():
         torch.testing.assert_close(state[f"shared.{field}"], value, rtol=1e-6, atol=1e-7)
     assert read_record(tmp_path / "run" / "record.jsonl")[-1]["auroc"] > 0.4
+
+
+def test_a_run_that_grows_by_a_site(tmp_path: Path) -> None:
+    """Stopped with two hospitals, started again with three: the new one joins as a client that sat out until then."""
+    experiment = labelled(
+        "auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, rounds=4,
+        data={"name": "", "target": "died", "binary": False, "validation": 0.0, "test": 0.3},
+    )  # fmt: skip
+    paths = tables(tmp_path)
+    two = federation(experiment, tmp_path, 2, lambda n, r, m: None if r == 3 and n == 1 else m)
+    for config, path in zip(two.configs.values(), paths):
+        config["data"] = str(path)
+    with pytest.raises(NestfedError, match="too few answers"):
+        coordinate(experiment, tmp_path, two, sites=2, attempts=1)
+    before, _ = flower._read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    three = federation(experiment, tmp_path, 3)
+    for config, path in zip(three.configs.values(), paths):
+        config["data"] = str(path)
+    coordinate(experiment, tmp_path, three, sites=3)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    assert [r["participants"] for r in records] == [0, 2, 2, 3, 3]
+    orders = [m.content["order"] for node, m, _ in shipped(three, "train") if node == 102]
+    assert [o["seen"] for o in orders] == [-1, 3]
+    plan, _ = flower._read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    np.testing.assert_array_equal(plan.mean, before.mean)  # as it was agreed at the start
 
 
 def test_weights_by_examples(tmp_path: Path) -> None:

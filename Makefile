@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-deploy test-slow lint format complexity bench bench-peers clean
+.PHONY: demo docs test test-deploy test-slow lint format complexity bench bench-peers clean
 
 demo: $(READY)
 	$(RUN) -m nestfed demo
@@ -27,6 +27,10 @@ lint: $(READY)
 format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+# The documentation as a site, in build/site; a broken link is an error.
+docs: $(READY)
+	$(RUN) -m mkdocs build --strict
 
 # The theorems' rates, measured (about ten minutes of one core).
 complexity: $(READY)

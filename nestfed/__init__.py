@@ -10,6 +10,13 @@ if TYPE_CHECKING:
     from nestfed.core import NestfedError
     from nestfed.data.clients import Examples, Pairs
     from nestfed.engine.simulate import Result, simulate
+    from nestfed.estimators import (
+        FederatedAUC,
+        FederatedAUPRC,
+        FederatedClassifier,
+        FederatedMAML,
+        FederatedMinimax,
+    )
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
@@ -23,6 +30,11 @@ _HOMES = {
     "Compositional": "nestfed.problems",
     "Conditional": "nestfed.problems",
     "Examples": "nestfed.data.clients",
+    "FederatedAUC": "nestfed.estimators",
+    "FederatedAUPRC": "nestfed.estimators",
+    "FederatedClassifier": "nestfed.estimators",
+    "FederatedMAML": "nestfed.estimators",
+    "FederatedMinimax": "nestfed.estimators",
     "Minimax": "nestfed.problems",
     "Minimize": "nestfed.problems",
     "NestfedError": "nestfed.core",
@@ -39,6 +51,11 @@ __all__ = [
     "Compositional",
     "Conditional",
     "Examples",
+    "FederatedAUC",
+    "FederatedAUPRC",
+    "FederatedClassifier",
+    "FederatedMAML",
+    "FederatedMinimax",
     "Minimax",
     "Minimize",
     "NestfedError",

@@ -17,7 +17,7 @@ from nestfed import algorithms, models
 from nestfed.core import NestfedError
 from nestfed.data.clients import Examples, Pairs, start_large
 from nestfed.data.partition import Summary
-from nestfed.data.prepare import Prepared, prepare
+from nestfed.data.prepare import Held, Prepared, prepare
 from nestfed.experiment import Experiment, hyper_parameters
 from nestfed.problems import language, omniglot, sine
 from nestfed.problems.auprc import AUPRC
@@ -44,6 +44,8 @@ class Assembly:
     """Who holds what."""
     validates: bool = False
     """The evaluation has val_ metrics whatever the [data] table says."""
+    ranks: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
+    """A model's scores of the test examples, and their labels, where one score ranks an example."""
 
 
 def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
@@ -100,7 +102,8 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
             problem = AUROC(model, p=p, sigmoid=spec.sigmoid, clip=clip)
     metric = "ap" if spec.name == "auprc" else "auroc" if binary else "accuracy"
     judge = partial(score, prepared=prepared, device=experiment.run.device, odds=spec.name == "classify")
-    return Assembly(problem, None, clients, judge, metric, prepared.summary)
+    ranks = partial(scored, prepared=prepared, held=prepared.test, device=experiment.run.device) if binary else None
+    return Assembly(problem, None, clients, judge, metric, prepared.summary, ranks=ranks)
 
 
 def score(model: Callable[[Tensor], Tensor], prepared: Prepared, device: str = "cpu", *, odds: bool = False) -> Metrics:
@@ -108,11 +111,18 @@ def score(model: Callable[[Tensor], Tensor], prepared: Prepared, device: str = "
     found: Metrics = {}
     for prefix, held in (("", prepared.test), ("val_", prepared.validation)):
         if held is not None:
-            scores = torch.cat([model(prepared.ready(part.to(device))) for part in held.x.split(1000)])
-            logits, labels = scores.double().cpu().numpy(), held.y.numpy()
+            logits, labels = scored(model, prepared, held, device)
             values = pooled(logits, labels, held.parts, odds) if held.parts else judged(logits, labels, odds)
             found |= {prefix + k: v for k, v in values.items()}
     return found
+
+
+def scored(
+    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a model's scores of examples that were held out, and their labels."""
+    scores = torch.cat([model(prepared.ready(part.to(device))) for part in held.x.split(1000)])
+    return scores.double().cpu().numpy(), held.y.numpy()
 
 
 def judged(logits: np.ndarray, labels: np.ndarray, odds: bool = False) -> Metrics:

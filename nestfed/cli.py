@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nestfed.commands import lr_find_command, predict_command, train_command
 from nestfed.core import NestfedError
 from nestfed.deploy import deploy_app
 
@@ -28,11 +31,15 @@ data_app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
+app.command("train")(train_command)
+app.command("predict")(predict_command)
+app.command("lr-find")(lr_find_command)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, such as algorithm.alpha=0.1 run.rounds=50.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Directory of the run [default: runs/NAME-DIGEST].")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard event files beside the records.")]
 
 
 def main() -> None:
@@ -49,6 +56,10 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:  # a full disk, a directory that may not be written
+        place = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"nestfed: {place}{error.strerror or error}.\n")
+        sys.exit(2)
 
 
 def say(text: Any = "") -> None:
@@ -100,15 +111,21 @@ def run_(
     overrides: Overrides = None,
     out: Out = None,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a round goes.")] = False,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Carry out an experiment file (or one of `nestfed list`). The same command goes on with an unfinished run."""
+    from nestfed.report.events import following
+    from nestfed.report.html import write
     from nestfed.report.plot import curves
+    from nestfed.report.summary import page_of_run
     from nestfed.running import last, leads, run
 
     experiment = _experiment(file, overrides)
     place = out or Path("runs") / f"{Path(file).stem}-{experiment.digest()}"
     laps: dict[str, float] = {}
-    history = run(experiment, place, label=experiment.algorithm.name, profile=laps.update if profile else None)
+    watched = tensorboard and leads()
+    with following(place / "record.jsonl", place / "tensorboard") if watched else nullcontext():
+        history = run(experiment, place, label=experiment.algorithm.name, profile=laps.update if profile else None)
     if not leads():
         return
     metrics = [k for k in history[-1] if k not in _COSTS and history[-1][k] is not None]
@@ -122,6 +139,9 @@ def run_(
         decisive = experiment.run.metric if experiment.run.metric in metrics else metrics[0]
         picture = curves({experiment.algorithm.name: [history]}, decisive, place / "plot.png", Path(file).stem)
         say(f"record       {place / 'record.jsonl'}\npicture      {picture}")
+    say(f"report       {write(page_of_run(place), place / 'report.html')}")
+    if (place / "privacy.txt").exists():
+        say((place / "privacy.txt").read_text(encoding="utf-8").strip())
     if profile:
         _profile(laps)
 
@@ -155,6 +175,7 @@ def compare_(
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
     workers: Annotated[int, typer.Option(help="Processes at once [default: one per core].")] = 0,
     out: Out = None,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Compare methods at equal rounds: tune each on its grid by validation data, then run it with every seed."""
     experiment = _experiment(file, overrides)
@@ -162,7 +183,73 @@ def compare_(
     if not names:
         raise NestfedError(f"{file} has no [methods]: name some with --algorithms fedavg,fcsg-m.")
     place = out or Path("runs") / f"compare-{Path(file).stem}-{experiment.digest()}"
-    _compare(experiment, names, seeds, place, workers, Path(file).stem)
+    _compare(experiment, names, seeds, place, workers, Path(file).stem, tensorboard)
+
+
+@app.command("tune")
+def tune_(
+    file: str,
+    overrides: Overrides = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="A method of the file; may be repeated [default: all].")
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Trials for each method [default: its whole grid].")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes at once [default: one per core].")] = 0,
+    out: Out = None,
+) -> None:
+    """Tune methods on their grids by validation data; the same command goes on with what is unfinished."""
+    from nestfed.tuning import shown, tune, write_tuned
+
+    experiment = _experiment(file, overrides)
+    names = method or list(experiment.methods)
+    if not names:
+        raise NestfedError(f"{file} has no [methods] to tune.")
+    place = out or Path("runs") / f"tune-{Path(file).stem}-{experiment.digest()}"
+    with _status() as tell:
+        metric, tuned = tune(experiment, names, place, trials=trials, workers=workers or None, tell=tell)
+    _rich_table(*shown(tuned, metric))
+    say(f"\ntuned    {write_tuned(experiment, tuned, place / 'tuned.toml')}")
+
+
+@app.command("reproduce")
+def reproduce_(
+    name: Annotated[str, typer.Argument(help="A figure or table, such as fcsg-table2; see --list.")] = "",
+    budget: Annotated[
+        str, typer.Option(help="quick (a rehearsal), standard, or full (the paper's size).")
+    ] = "standard",
+    seeds: Annotated[int, typer.Option(help="How many seeds [default: those of the budget].")] = 0,
+    out: Annotated[Path, typer.Option("--out", help="Directory of all reproductions.")] = Path("runs/reproduce"),
+    list_: Annotated[bool, typer.Option("--list", help="Show what there is, and what each needs.")] = False,
+) -> None:
+    """Repeat a figure or table of the papers, ours beside the published; the same command goes on when interrupted."""
+    from nestfed import reproduce as work
+
+    if list_ or not name:
+        _rich_table(["name", "what it is", "data", "quick", "standard", "full", "memory"], work.listing())
+        say("\nTimes are estimates for two cores, tuning included, from measured seconds per round.")
+        return
+    with _status() as tell:
+        evidence, place = work.reproduce(name, budget, seeds, out, tell=tell)
+    for data in evidence.data():
+        say(f"[bold]{data}[/bold]")
+        _rich_table(work.header(evidence, data), [work.cells(row, evidence, data) for row in work.rows(evidence, data)])
+        say()
+    for claim, verdict in work.verdicts(evidence):
+        say(f"[bold]{verdict.outcome}[/bold]: {claim}. {verdict.figures}")
+    say(f"\nreport   {place / 'report.html'}\nrecords  {place / 'records.jsonl'}")
+
+
+@app.command("results")
+def results_(
+    source: Annotated[Path, typer.Argument(help="Directory of reproductions.")] = Path("runs/reproduce"),
+    papers: Annotated[Path, typer.Option(help="Where the small records are kept.")] = Path("benchmarks/papers"),
+    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/results.md"),
+) -> None:
+    """Collect the records of reproductions, and write results.json and the page of results from them."""
+    from nestfed.results import write
+
+    names = write(source, papers, page)
+    say(f"{page} and {papers / 'results.json'} tell of {len(names)} reproductions: {', '.join(names) or 'none'}.")
 
 
 @app.command()
@@ -177,18 +264,30 @@ def demo(out: Out = None) -> None:
     _compare(experiment, list(experiment.methods), 3, out or Path("runs") / f"demo-{experiment.digest()}", 0, "demo")
 
 
-def _compare(experiment: Experiment, names: list[str], seeds: int, place: Path, workers: int, title: str) -> None:
-    from rich.console import Console
-
+def _compare(
+    experiment: Experiment,
+    names: list[str],
+    seeds: int,
+    place: Path,
+    workers: int,
+    title: str,
+    tensorboard: bool = False,
+) -> None:
+    from nestfed.report.events import write_events
+    from nestfed.report.html import write
     from nestfed.report.plot import curves
+    from nestfed.report.summary import page_of_comparison
     from nestfed.running import compare
 
-    console = Console(stderr=True)
-    with console.status("preparing") as status:
-        metric, outcomes = compare(experiment, names, seeds, place, workers=workers or None, tell=status.update)
+    with _status() as tell:
+        metric, outcomes = compare(experiment, names, seeds, place, workers=workers or None, tell=tell)
     _table(outcomes, metric, seeds)
     picture = curves({o.method: o.histories for o in outcomes}, metric, place / "curves.png", title)
-    say(f"\ncurves   {picture}\nrecords  {place}")
+    report = write(page_of_comparison(place, metric, outcomes, title=title), place / "report.html")
+    if tensorboard:
+        for record in place.glob("*/seed-*/record.jsonl"):
+            write_events(record, place / "tensorboard" / record.parent.relative_to(place))
+    say(f"\nreport   {report}\ncurves   {picture}\nrecords  {place}")
 
 
 def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
@@ -221,6 +320,27 @@ def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
         )
     say(table)
     say(f"\nMean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}. Highest mean {metric}: {best}.")
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """Show on standard error what is being done."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("preparing") as status:
+        yield status.update
+
+
+def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table of text, the first column whole."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*row)
+    say(table)
 
 
 def _size(count: float) -> str:

@@ -10,6 +10,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ class RunSpec:
     failures: float = 0.0
     encode: str = ""
     """What is sent in fewer bits: float16, bfloat16 or int8 for uploads; int8/float16 rounds downloads too."""
+    reduce: str = "mean"
+    """In place of the mean over clients: median, trimmed:SHARE, or clip:NORM, the mean of clipped changes."""
+    noise: float = 0.0
+    """Gaussian noise for privacy, in multiples of clip's NORM; ε is told."""
+    on_nan: str = "stop"
+    """What becomes of a run when a client's numbers go wrong: stop, or "drop" that client from its round."""
     mode: str = "auto"
     """How clients are run: vmap (vectorised), loop (one after another), or auto."""
     workers: int = 0
@@ -193,7 +200,10 @@ class Experiment:
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those settings that decide the numbers: all but how the clients are run."""
     how = ("mode", "workers", "compile", "accumulate", "memory_gb", "device")
-    return {**settings, "run": {k: v for k, v in settings.get("run", {}).items() if k not in how}}
+    # Settings that did not always exist leave the name of an older experiment as it was.
+    new = {"reduce": "mean", "noise": 0.0, "on_nan": "stop"}
+    run = {k: v for k, v in settings.get("run", {}).items() if k not in how and (k not in new or v != new[k])}
+    return {**settings, "run": run}
 
 
 _SECTIONS: dict[str, type] = {
@@ -224,12 +234,14 @@ def read(path: str | Path) -> Experiment:
         near = difflib.get_close_matches(str(path), packaged(), 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else "; `nestfed list` shows those that come with nestfed."
         raise NestfedError(f"There is no experiment file {str(path)!r}{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise NestfedError(f"{path} cannot be read: {error}.") from error
+    except (OSError, ValueError) as error:
+        raise NestfedError(f"{str(path)!r} cannot be read: {error}.") from error
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise NestfedError(f"{path} is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise NestfedError(f"{path} is nested too deeply.") from error
     try:
         return from_tables(tables)
     except _SettingError as error:
@@ -238,7 +250,7 @@ def read(path: str | Path) -> Experiment:
 
 class _SettingError(NestfedError):
     def __init__(self, section: str, key: str, sentence: str) -> None:
-        super().__init__(sentence)
+        super().__init__(" ".join(sentence.split()))  # a name or value may hold line breaks
         self.section, self.key = section, key
 
 
@@ -266,8 +278,39 @@ def from_tables(tables: Mapping[str, Any]) -> Experiment:
                 "",
                 f"unknown section [{name}]; " + (f"did you mean [{near[0]}]?" if near else f"known are {_known()}."),
             )
+    for name, table in tables.items():
+        _refuse_odd(name, "", table)
+    _refuse_odd_methods(tables.get("methods", {}))
     parsed = {name: _section(name, cls, tables.get(name, {})) for name, cls in _SECTIONS.items()}
     return Experiment(**parsed, source=tables)
+
+
+def _refuse_odd(section: str, key: str, value: Any, depth: int = 0) -> None:
+    """Refuse what TOML can say but no setting means: dates, endless nesting, numbers of hundreds of digits."""
+    where = f"{section}.{key}" if key else f"[{section}]"
+    if depth > 16:
+        raise _SettingError(section, key, f"{where} is nested too deeply.")
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _refuse_odd(section, key or str(name), inner, depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _refuse_odd(section, key, inner, depth + 1)
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise _SettingError(section, key, f"{where} is a whole number beyond 64 bits.")
+    elif isinstance(value, date | time):
+        raise _SettingError(section, key, f"{where} must be a number, text, true, false or a list, not {value}.")
+
+
+def _refuse_odd_methods(methods: Any) -> None:
+    if not isinstance(methods, Mapping):
+        raise _SettingError("methods", "", f"[methods] must be a table of tables, not {methods!r}.")
+    for name, table in methods.items():
+        if not isinstance(table, Mapping):
+            raise _SettingError("methods", name, f"methods.{name} must be a table, not {table!r}.")
+        for section, inner in table.items():
+            if not isinstance(inner, Mapping):
+                raise _SettingError("methods", name, f"methods.{name}.{section} must be a table, not {inner!r}.")
 
 
 def _section(section: str, cls: type, table: Any) -> Any:
@@ -325,6 +368,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             changes[key] = tomllib.loads(f"v = {text}")["v"]
         except tomllib.TOMLDecodeError:
             changes[key] = text
+        except RecursionError as error:
+            raise NestfedError(f"{key} is nested too deeply.") from error
     return changes
 
 

@@ -6,19 +6,23 @@ import itertools
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
+from nestfed.engine.lock import locked
 from nestfed.engine.record import read as read_record
 from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment, from_tables, identity
+from nestfed.report.machine import describe
 
 TUNING_SEED = 1000
 """Tuning uses seeds from here on, so that no reported seed was ever tuned on."""
@@ -39,7 +43,7 @@ def claim(out: Path, experiment: Experiment) -> None:
             raise NestfedError(f"{path} cannot be read: {error}.") from error
         if identity(held) != identity(json.loads(settings)):
             raise NestfedError(f"{out} holds another experiment; choose another directory with --out.")
-    elif any(out.iterdir()):
+    elif any(not p.name.startswith(".") for p in out.iterdir()):  # what a killed process left does not count
         raise NestfedError(f"{out} is not empty and holds no run; choose another directory with --out.")
     else:
         write_atomically(path, settings.encode())
@@ -58,22 +62,25 @@ def run(
     progress: bool | None = None,
     picture: bool = True,
     profile: Callable[[Mapping[str, float]], None] | None = None,
+    until: int = 0,
 ) -> list[Record]:
     """Carry out one run in its directory; go on with an unfinished one, leave a finished one alone.
 
-    Who holds what is told in clients.txt and drawn in clients.png. `profile` hears where the time went.
+    Who holds what is told in clients.txt and drawn in clients.png. `profile` hears where the time went. With `until`
+    the run pauses after that round.
     """
     fresh = not out.exists()
     if leads():
         claim(out, experiment)
     if (out / "finished.json").exists():
         return read_record(out / "record.jsonl")
-    try:
-        return _run(experiment, out, label, progress, picture and leads(), profile)
-    except NestfedError:
-        if fresh and leads() and not read_record(out / "record.jsonl"):
-            shutil.rmtree(out)  # nothing was done, so nothing is left
-        raise
+    with locked(out) if leads() else nullcontext():
+        try:
+            return _run(experiment, out, label, progress, picture and leads(), profile, until)
+        except NestfedError:
+            if fresh and leads() and not read_record(out / "record.jsonl"):
+                shutil.rmtree(out)  # nothing was done, so nothing is left
+            raise
 
 
 def _run(
@@ -83,21 +90,24 @@ def _run(
     progress: bool | None,
     picture: bool,
     profile: Callable[[Mapping[str, float]], None] | None,
+    until: int,
 ) -> list[Record]:
     from nestfed.assemble import assemble
 
     made = assemble(experiment)
+    if leads() and not (out / "machine.json").exists():
+        write_atomically(out / "machine.json", json.dumps(describe()).encode())
     if made.summary is not None and leads():
         write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
         if picture:
             made.summary.draw(out / "clients.png")
     if experiment.run.sites == "alone":
-        return _alone(experiment, made, out)
+        return _alone(experiment, made, out, until)
     if experiment.run.sites != "federated":
         raise NestfedError(f"run.sites must be federated or alone, not {experiment.run.sites!r}.")
-    history = _simulate(experiment, made, made.clients, out, label, progress, profile)
+    history = _simulate(experiment, made, made.clients, out, label, progress, until, profile)
     if leads():
-        _finish(out, history)
+        _finish(experiment, out, history)
     return history
 
 
@@ -108,9 +118,11 @@ def _simulate(
     out: Path,
     label: str,
     progress: bool | None,
+    until: int,
     profile: Callable[[Mapping[str, float]], None] | None = None,
 ) -> list[Record]:
-    from safetensors.torch import save_file
+    import torch
+    from safetensors.torch import save
 
     from nestfed.engine.simulate import simulate
 
@@ -120,7 +132,7 @@ def _simulate(
         made.problem,
         made.algorithm,
         clients,
-        rounds=spec.rounds,
+        rounds=min(spec.rounds, until or spec.rounds),
         q=spec.q,
         seed=spec.seed,
         device=spec.device,
@@ -137,6 +149,9 @@ def _simulate(
         participation=spec.participation or None,
         failures=spec.failures,
         encode=spec.encode,
+        reduce=spec.reduce,
+        noise=spec.noise,
+        on_nan=spec.on_nan,
         directory=out,
         checkpoint_every=spec.checkpoint_every,
         progress=progress,
@@ -151,16 +166,23 @@ def _simulate(
         tensors = {k: v.contiguous().clone() for k, v in result.model.state_dict().items()}
     else:
         tensors = {"x": result.x.contiguous()}
-    save_file(tensors, out / "model.safetensors")
+    write_atomically(out / "model.safetensors", save(tensors))
+    if made.ranks is not None:
+        from nestfed.report.scores import curves_of
+
+        with torch.no_grad():
+            found = curves_of(*made.ranks(made.problem.bind(result.x)))
+        if found:
+            write_atomically(out / "roc.json", json.dumps(found).encode())
     return result.history
 
 
-def _alone(experiment: Experiment, made: Any, out: Path) -> list[Record]:
+def _alone(experiment: Experiment, made: Any, out: Path, until: int) -> list[Record]:
     """Train every client by itself; a record is the mean over clients, and the costs are their sums."""
     histories = []
     for n in range(len(made.clients)):
         single = replace(made.clients, parts=[made.clients.parts[n]], names=[made.clients.label(n)])
-        histories.append(_simulate(experiment, made, single, out / f"client-{n}", f"client {n}", False))
+        histories.append(_simulate(experiment, made, single, out / f"client-{n}", f"client {n}", False, until))
     merged = []
     for rows in zip(*histories):
         record = dict(rows[0])
@@ -174,12 +196,13 @@ def _alone(experiment: Experiment, made: Any, out: Path) -> list[Record]:
                 record[key] = fmean(values) if values else None
         merged.append(record)
     write_atomically(out / "record.jsonl", "".join(json.dumps(r) + "\n" for r in merged).encode())
-    _finish(out, merged)
+    _finish(experiment, out, merged)
     return merged
 
 
-def _finish(out: Path, history: Sequence[Record]) -> None:
-    write_atomically(out / "finished.json", json.dumps(history[-1]).encode())
+def _finish(experiment: Experiment, out: Path, history: Sequence[Record]) -> None:
+    if history[-1]["round"] >= experiment.run.rounds:
+        write_atomically(out / "finished.json", json.dumps(history[-1]).encode())
 
 
 @dataclass(frozen=True)
@@ -188,30 +211,57 @@ class Job:
 
     tables: Mapping[str, Any]
     out: Path
+    until: int = 0
+    """The round after which it pauses, if not at its end."""
+    picture: bool = False
+    """Draw who holds what."""
+
+    def done(self) -> bool:
+        """Tell whether there is nothing left to do."""
+        if (self.out / "finished.json").exists():
+            return True
+        return self.until > 0 and any(r["round"] >= self.until for r in read_record(self.out / "record.jsonl"))
 
 
 def _work(job: Job) -> str | None:
     """Carry out a job in a worker process; return the sentence of an error that the user can mend."""
     import torch
 
+    from nestfed.engine.simulate import Interrupted
+
     torch.set_num_threads(1)
     try:
-        run(from_tables(job.tables), job.out, progress=False, picture=False)
+        run(from_tables(job.tables), job.out, progress=False, picture=job.picture, until=job.until)
+    except Interrupted:
+        raise
     except NestfedError as error:
         return str(error)
     return None
 
 
+def _leave_with_parent() -> None:
+    """End this worker when the command that started it is gone, so that no two ever write to one directory."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            connection.wait([parent.sentinel])
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def carry_out(jobs: Iterable[Job], workers: int, done: Callable[[Job, str | None], None]) -> None:
     """Run jobs in parallel, one thread each; `done` hears of each end and of its error, if any."""
-    todo = [job for job in jobs if not (job.out / "finished.json").exists()]
+    todo = [job for job in jobs if not job.done()]
     if not todo:
         return
     if workers <= 1 or len(todo) == 1:
         for job in todo:
             done(job, _work(job))
         return
-    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=get_context("spawn")) as pool:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context, initializer=_leave_with_parent) as pool:
         futures = {pool.submit(_work, job): job for job in todo}
         try:
             for future in as_completed(futures):
@@ -262,74 +312,50 @@ def compare(
     seeds: int,
     out: Path,
     *,
+    trials: int = 0,
+    stopping: bool = False,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[str, list[Outcome]]:
-    """Tune every method on its grid by the validation metric, then run it with every seed.
+    """Tune every method by the validation metric (see `nestfed.tuning`), then run it with every seed.
 
-    Tuning sees validation data only and seeds that are not reported. Trials that fail (a divergent step size, say)
-    count as the worst. Return the metric and an outcome per method.
+    Tuning sees validation data only and seeds that are not reported; with `stopping` the worse half of the trials stops
+    early. Return the metric and an outcome per method.
     """
-    from nestfed.assemble import assemble
+    from nestfed.tuning import tune
 
     workers = workers or os.cpu_count() or 1
     if seeds < 1:
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
-    variants = {name: experiment.for_method(name) for name in methods}
-    grids = {name: experiment.grid(name) for name in methods}
-    validated: dict[str, bool] = {}
-    for name, variant in variants.items():
-        tuned = variant.with_overrides({k: v[0] for k, v in grids[name].items()})
-        made = assemble(tuned)
-        metric = experiment.run.metric or made.metric
-        validated[name] = bool(variant.data.validation) or made.validates
-        if grids[name] and not validated[name] and variant.data != type(variant.data)():
-            raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
-    trials: dict[str, list[tuple[dict[str, Any], Job]]] = {}
-    for name, variant in variants.items():
-        combinations = [dict(zip(grids[name], values)) for values in itertools.product(*grids[name].values())]
-        trials[name] = []
-        for i, changes in enumerate(combinations if len(combinations) > 1 else []):
-            trial = variant.with_overrides({**changes, "run.seed": TUNING_SEED + experiment.run.seed})
-            trials[name].append((changes, Job(trial.source, out / name / f"trial-{i:03d}")))
-    failed: dict[Path, str] = {}
-    total = sum(map(len, trials.values()))
-    count = itertools.count(1)
-
-    def on_trial(job: Job, error: str | None) -> None:
-        if error:
-            failed[job.out] = error
-        tell(f"tuning {next(count)}/{total}")
-
-    carry_out([job for found in trials.values() for _, job in found], workers, on_trial)
-    chosen: dict[str, dict[str, Any]] = {}
-    for name in methods:
-        chosen[name] = {k: v[0] for k, v in grids[name].items()}
-        if trials[name]:
-            alive = [(changes, job) for changes, job in trials[name] if (job.out / "finished.json").exists()]
-            if not alive:
-                raise NestfedError(f"Every trial of {name} failed, the first with: {failed[trials[name][0][1].out]}")
-            judge = f"val_{metric}" if validated[name] else metric
-            chosen[name] = max(alive, key=lambda a: last(read_record(a[1].out / "record.jsonl"), judge))[0]
+    metric, tuned = tune(experiment, methods, out, trials=trials, stopping=stopping, workers=workers, tell=tell)
     runs = {
         name: [
             Job(
-                variants[name].with_overrides({**chosen[name], "run.seed": experiment.run.seed + s}).source,
+                experiment.for_method(name)
+                .with_overrides({**tuned[name].chosen, "run.seed": experiment.run.seed + s})
+                .source,
                 out / name / f"seed-{experiment.run.seed + s}",
+                picture=name == methods[0] and s == 0,  # all hold the same
             )
             for s in range(seeds)
         ]
         for name in methods
     }
-    total, count = seeds * len(methods), itertools.count(1)
+    jobs = [job for of_method in runs.values() for job in of_method]
+    total, count = sum(not job.done() for job in jobs), itertools.count(1)
 
     def on_run(job: Job, error: str | None) -> None:
         if error:
             raise NestfedError(f"{job.out.parent.name}, {job.out.name}: {error}")
         tell(f"run {next(count)}/{total}")
 
-    carry_out([job for jobs in runs.values() for job in jobs], workers, on_run)
+    carry_out(jobs, workers, on_run)
     return metric, [
-        Outcome(name, chosen[name], len(trials[name]), [read_record(j.out / "record.jsonl") for j in runs[name]])
+        Outcome(
+            name,
+            tuned[name].chosen,
+            len(tuned[name].trials),
+            [read_record(j.out / "record.jsonl") for j in runs[name]],
+        )
         for name in methods
     ]

@@ -124,7 +124,7 @@ def test_one_round_trip_per_worker_and_round() -> None:
     algorithm = FedAvg(0.1)
     template = algorithm.init(problem, problem.x0)
     state = RunState.start(algorithm, template, len(clients))
-    workers = Workers(Local(problem, algorithm, clients, template, 0, torch.device("cpu")), state.shared, {}, 2)
+    workers = Workers(Local(problem, algorithm, clients, template, 0, torch.device("cpu")), state.shared, {}, 2, 5)
     sent: list[int] = []
     for i, pipe in enumerate(workers._pipes):
         workers._pipes[i] = Weighing(pipe, sent)  # type: ignore[call-overload]

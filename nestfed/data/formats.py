@@ -232,9 +232,9 @@ def read_arrays(folder: Path) -> tuple[dict[str, npt.NDArray[Any]], Any] | None:
                 return None
             # a plain array over the map: the subclass memmap only makes indexing slower
             arrays[name] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, KeyError, TypeError):
+        return arrays, index["note"]
+    except Exception:  # damaged bytes raise nearly everything in a decoder; what is damaged is decoded anew
         return None
-    return arrays, index["note"]
 
 
 def bounded(stream: io.BufferedIOBase, path: Path, limit: int) -> IO[bytes]:

@@ -51,6 +51,12 @@ def _written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
         raise NestfedError(f"Cannot write {name()}: {error.strerror or error}.") from error
 
 
+def sweep(directory: Path) -> None:
+    """Delete what a process that was killed left half written; only for whoever holds the directory's lock."""
+    for leftover in directory.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
 def write(directory: Path, state: RunState, fingerprint: str, keep: int = 2) -> Path:
     """Save the state; its name holds the round and a digest of the content. Older ones but `keep` are deleted."""
     tensors: dict[str, Tensor] = {"seen": state.seen}
@@ -92,32 +98,67 @@ def _blocks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[An
             yield content[start : start + _BLOCK].numpy().data
 
 
-def read(directory: Path, fingerprint: str, device: torch.device) -> tuple[RunState | None, list[str]]:
-    """Return the newest whole checkpoint of this experiment, or None, and what had to be passed over."""
+def read(
+    directory: Path, fingerprint: str, device: torch.device, like: RunState | None = None
+) -> tuple[RunState | None, list[str]]:
+    """Return the newest whole checkpoint of this experiment, or None, and what had to be passed over.
+
+    With `like`, its fields must have the names, types and shapes of that state's.
+    """
     warnings = []
     for path in _found(directory):
         match = _NAME.fullmatch(path.name)
-        if match is None or _digest(path) != match[2]:
-            warnings.append(f"{path} is damaged and was passed over.")
-            continue
         try:
+            if match is None or _digest(path) != match[2]:
+                warnings.append(f"{path} is damaged and was passed over.")
+                continue
             with safe_open(path, "pt") as file:
-                header = file.metadata()
+                header = file.metadata() or {}
                 tensors = {k: file.get_tensor(k).to(device) for k in file.keys()}  # noqa: SIM118
-            numbers = json.loads(header["numbers"])
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:
-            warnings.append(f"{path} cannot be read and was passed over ({error}).")
-            continue
-        if header.get("format") != FORMAT:
-            raise NestfedError(f"{path} was written by another version of nestfed; start in another directory.")
-        if header["fingerprint"] != fingerprint:
-            raise NestfedError(f"{directory} holds another experiment's checkpoints; choose another directory.")
-        groups: dict[str, Any] = {
-            group: {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{group}.")}
-            for group in _TENSORS
-        }
-        return RunState(seen=tensors["seen"].cpu(), **groups, **numbers), warnings
+            if header.get("format") != FORMAT:
+                raise NestfedError(f"{path} was written by another version of nestfed; start in another directory.")
+            if header.get("fingerprint") != fingerprint:
+                raise NestfedError(f"{directory} holds another experiment's checkpoints; choose another directory.")
+            return _state(tensors, json.loads(header["numbers"]), like), warnings
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
+            reason = str(error).rstrip(".")
+            warnings.append(f"{path} cannot be read and was passed over ({reason}).")
+    if warnings:
+        warnings.append(f"No good checkpoint is left in {directory}: the run starts from the beginning.")
     return None, warnings
+
+
+def _state(tensors: dict[str, Tensor], numbers: Any, like: RunState | None) -> RunState:
+    """Return the state that a checkpoint holds, if it is one: whoever made the file may have made it up."""
+    seen = tensors.pop("seen")
+    groups: dict[str, Any] = {group: {} for group in _TENSORS}
+    for name, value in tensors.items():
+        group, _, key = name.partition(".")
+        groups[group][key] = value
+    if not isinstance(numbers, dict) or set(numbers) != set(_NUMBERS):
+        raise ValueError("its numbers are not those of a run")
+    for name, value in numbers.items():
+        kinds = (int, float) if name in ("seconds", "best") else int
+        if isinstance(value, bool) or not (isinstance(value, kinds) or (name == "best" and value is None)):
+            raise ValueError(f"its {name} is {value!r}")
+        if value is not None and name != "best" and value < 0:
+            raise ValueError(f"its {name} is below 0")
+    if seen.dim() != 1:
+        raise ValueError("its list of clients is none")
+    if like is not None:
+        if seen.dtype != like.seen.dtype:
+            raise ValueError("its list of clients is none")
+        for group in ("shared", "server", "private"):
+            found = {k: (v.dtype, tuple(v.shape)) for k, v in groups[group].items()}
+            held: dict[str, Tensor] = getattr(like, group)
+            rows = (len(seen),)  # this process may hold fewer clients' private fields than the file
+            right = {
+                k: (v.dtype, rows + tuple(v.shape[1:]) if group == "private" else tuple(v.shape))
+                for k, v in held.items()
+            }
+            if found != right:
+                raise ValueError(f"its {group} fields are not this run's")
+    return RunState(seen=seen.cpu(), **groups, **numbers)
 
 
 def _digest(path: Path) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 
 from nestfed.core import Fields, NestfedError
 from nestfed.engine.local import Runner, Share, Tally, start_tally
+from nestfed.engine.robust import Reduction
 from nestfed.engine.sync import RunState
 
 
@@ -121,14 +122,15 @@ class Group:
 class Ranks:
     """Runs this rank's clients by another runner and adds up over all ranks."""
 
-    def __init__(self, inner: Runner, group: Group, clients: int, point: str) -> None:
+    def __init__(self, inner: Runner, group: Group, clients: int, point: str, reduction: Reduction, drop: bool) -> None:
         self._inner, self._group, self._block, self._point = inner, group, group.block(clients), point
+        self._clients, self._reduction, self._drop = clients, reduction, drop
 
     def run(self, shared: Fields, private: dict[str, Tensor], share: Share) -> Tally:
         """Run those clients that are this rank's, then add up over all ranks."""
         mine = [i for i, n in enumerate(share.ns) if n in self._block]
         part = share._replace(ns=[share.ns[i] for i in mine], stale=[share.stale[i] for i in mine])
-        tally, sentence = start_tally(shared, self._point, share), ""
+        tally, sentence = start_tally(shared, self._point, part, self._reduction), ""
         try:
             if mine:
                 tally = self._inner.run(shared, private, part)
@@ -142,6 +144,11 @@ class Ranks:
         with tally.lap("averaging"):
             for k in sorted(tally.sums):
                 distributed.all_reduce(tally.sums[k])
+            tally.rows = {k: self._exchange(tally.rows[k], share) for k in sorted(tally.rows)}
+            if self._drop:
+                told: list[dict[int, str]] = [{}] * self._group.count
+                distributed.all_gather_object(told, tally.dropped)
+                tally.dropped = {n: why for each in told for n, why in each.items()}
             # Floats of 64 bits hold counts up to 2^53.
             numbers = [tally.loss, tally.moved, float(tally.examples), float(tally.evaluations)]
             totals = torch.tensor(numbers, dtype=torch.float64, device=device)
@@ -149,6 +156,20 @@ class Ranks:
         tally.loss, tally.moved = float(totals[0]), float(totals[1])
         tally.examples, tally.evaluations = int(totals[2]), int(totals[3])
         return tally
+
+    def _exchange(self, mine: Tensor, share: Share) -> Tensor:
+        """Return the rows of all ranks, in the order of the clients."""
+        rows = mine.new_empty((len(share.ns), *mine.shape[1:]))
+        start = 0
+        for rank in range(self._group.count):
+            block = self._group.block(self._clients, rank)
+            stop = start + sum(n in block for n in share.ns)
+            if rank == self._group.rank:
+                rows[start:stop] = mine
+            if stop > start:
+                distributed.broadcast(rows[start:stop], rank)
+            start = stop
+        return rows
 
     def close(self) -> None:
         """Close the runner inside."""

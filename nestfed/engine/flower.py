@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ import nestfed
 from nestfed.core import Fields, NestfedError
 from nestfed.engine.checkpoint import write_atomically
 from nestfed.engine.encode import Encoding, squeeze
+from nestfed.engine.lock import locked
 from nestfed.engine.remote import Answer, Coordinator, LostStateError, Order, RefusedError, Rules, Site, Store
 from nestfed.engine.sync import Participation
 
@@ -112,7 +113,7 @@ def _arrays(record: ArrayRecord, most: int | None = None) -> dict[str, np.ndarra
         raise RefusedError("it sent more bytes than were asked for.")
     try:
         return {k: np.array(a.numpy()) for k, a in record.items()}
-    except (ValueError, TypeError, EOFError, OSError) as error:
+    except Exception as error:  # a header of hostile bytes may raise anything, from TokenError to MemoryError
         raise RefusedError("it sent arrays that cannot be read.") from error
 
 
@@ -598,7 +599,10 @@ class _Server:
 
         study, setup = self.study, self.setup
         claim(setup.out, study)
-        lock = _lock(setup.out)  # held until the process ends
+        with locked(setup.out):
+            self._run(study, setup)
+
+    def _run(self, study: Any, setup: _Setup) -> None:
         if (setup.out / "finished.json").exists():
             self.say(f"{setup.out} holds a finished run; choose another `out` for a new one.", INFO)
             return
@@ -611,9 +615,12 @@ class _Server:
                 made.problem, made.algorithm, setup.sites, spec.rounds, spec.q, spec.seed, setup.out,
                 f"{study.digest()} {token}", setup.rules, self.encoding, Participation(spec.participation or None, spec.failures),
                 spec.output, f"val_{spec.metric or made.metric}" if spec.output == "best" else "",
+                reduce=spec.reduce, noise=spec.noise,
             )  # fmt: skip
             for sentence in coordinator.passed_over:
                 self.say(sentence)
+            if coordinator.promise:
+                self.say(coordinator.promise, INFO)
             if coordinator.state.round:
                 self.say(f"goes on after round {coordinator.state.round} of {spec.rounds}.", INFO)
             self._rounds(coordinator, made, tells, plan, token)
@@ -621,7 +628,6 @@ class _Server:
             self.say(f"stopped: {error}")
             raise
         self._finish(coordinator, made)
-        lock.close()
 
     def _made(self, plan: Plan) -> tuple[Assembly, bool]:
         """Return the coordinator's objects, and whether the sites evaluate."""
@@ -830,23 +836,6 @@ class _Spoke(RefusedError):
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(sentence)
         self.kind = kind
-
-
-def _lock(out: Path) -> IO[bytes]:
-    """Refuse a directory in which another coordinator is at work."""
-    file = (out / ".lock").open("ab")
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass  # not on this system
-    except OSError as error:
-        file.close()
-        raise NestfedError(
-            f"Another run is at work in {out}; wait for its end, or stop it with `flwr stop`."
-        ) from error
-    return file
 
 
 def _plus_one(value: Any) -> Any:

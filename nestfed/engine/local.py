@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from nestfed.core import Batch, Fields, NestfedError
 from nestfed.data.clients import Clients, draw
 from nestfed.data.random import Streams
 from nestfed.engine.encode import RESIDUAL, Encoding
+from nestfed.engine.robust import Reduction
 from nestfed.engine.sync import TAP, AnyAlgorithm, Program, Report, Span, dropout_keys
 from nestfed.problems.base import Tape
 from nestfed.problems.flat import channels_last
@@ -35,6 +37,8 @@ class Share(NamedTuple):
     tap: int
     stale: Sequence[bool]
     """For each of them, whether it sat out the last round."""
+    at: int = 0
+    """The row of the first of them in a table of all who answer this round."""
 
 
 @dataclass
@@ -42,6 +46,10 @@ class Tally:
     """What some clients have done in one round: sums over them."""
 
     sums: dict[str, Tensor]
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """Instead of sums: every upload, one row each, for a reduction that needs all of them."""
+    dropped: dict[int, str] = field(default_factory=dict)
+    """Clients whose numbers went wrong, each with a sentence; nothing of them is in this tally."""
     loss: float = 0.0
     moved: float = 0.0
     examples: int = 0
@@ -69,8 +77,10 @@ class Runner(Protocol):
         """Let go of what the runner holds."""
 
 
-def start_tally(shared: Fields, point: str, share: Share) -> Tally:
+def start_tally(shared: Fields, point: str, share: Share, reduction: Reduction) -> Tally:
     """Return a tally at zero."""
+    if reduction.tabled:
+        return Tally({}, {k: v.new_empty((len(share.ns), *v.shape)) for k, v in shared.items()})
     sums = {k: torch.zeros_like(v) for k, v in shared.items()}
     if share.span.start <= share.tap < share.span.stop:
         sums[TAP] = torch.zeros_like(shared[point])
@@ -96,6 +106,9 @@ class Local:
     """The client that the private fields' row 0 belongs to."""
     encoding: Encoding = Encoding()
     """How what is sent is rounded."""
+    reduction: Reduction = Reduction()
+    drop: bool = False
+    """Leave out a client whose numbers go wrong, instead of stopping."""
 
     def __post_init__(self) -> None:
         self.streams = Streams(self.seed)
@@ -109,7 +122,7 @@ class Local:
 
     def run(self, shared: Fields, private: dict[str, Tensor], share: Share, tally: Tally | None = None) -> Tally:
         """Run the clients' rounds; a tally that is given is added to, in place."""
-        tally = tally or start_tally(shared, self.algorithm.point, share)
+        tally = tally or start_tally(shared, self.algorithm.point, share, self.reduction)
         width = max(1, min(WIDEST, ROOM // self.problem.x0.numel())) if self.vectorised else 1
         stale = share.stale if any(share.stale) else [False] * len(share.ns)
         for i in range(0, len(share.ns), width):
@@ -121,7 +134,9 @@ class Local:
     ) -> None:
         """Run as many clients as are run at once."""
         ns, span = list(share.ns[part]), share.span
-        problem = _Timed(self.problem, tally) if self.profiled else self.problem
+        problem = self.problem
+        if self.profiled:
+            problem = _Wrapped(problem, partial(_timed, tally))
         program = Program(
             problem, self.algorithm, self.template, span, not self.vectorised, share.tap,
             precision=self.precision, pieces=self.pieces,
@@ -144,38 +159,47 @@ class Local:
                 upload, mine, report = run(program, shared, mine, stale, batches, keys)
                 if self.compiling:
                     tally.laps["compiling"] = tally.laps.get("compiling", 0.0) + self.compiling
-                if self.encoding.up:
-                    upload = self._encoded(upload, shared, whole, everything, ns, share.round)
-                upload = {k: v.sum(0) for k, v in upload.items()}
-                report = Report(*(r.sum(0) for r in report))
             else:
                 mine = {k: v[rows[0]] for k, v in private.items()}
                 upload, mine, report = self._alone(program, shared, mine, 0, stale, batches, keys)
-                if self.encoding.up:
-                    one = {k: v[None] for k, v in upload.items()}
-                    upload = {
-                        k: v[0] for k, v in self._encoded(one, shared, whole, everything, ns, share.round).items()
-                    }
+                upload, mine = ({k: v[None] for k, v in fields.items()} for fields in (upload, mine))
+                report = Report(*(r[None] for r in report))
         with tally.lap("averaging"):
-            numbers = torch.stack([*report, *(v.sum() for v in upload.values())]).double()
-            if not bool(torch.isfinite(numbers).all()):
-                self._name_culprit(program, shared, private, share, ns, stale, batches, keys)
+            sums = (v.sum(list(range(1, v.dim()))) if v.dim() > 1 else v for v in (*upload.values(), *mine.values()))
+            numbers = torch.stack([*report, *sums]).double()
+            good = torch.isfinite(numbers).all(0).tolist()
+            places = [share.at + part.start + i for i in range(len(ns))]
+            if not all(good):
+                for i in (i for i, fine in enumerate(good) if not fine):
+                    told = self._culprit(program, shared, private, share.round, ns[i], i, stale, batches, keys)
+                    if not self.drop:
+                        raise NestfedError(told)
+                    tally.dropped[ns[i]] = told
+                kept = [i for i, fine in enumerate(good) if fine]
+                if not kept:
+                    return
+                ns, rows, places = [ns[i] for i in kept], [rows[i] for i in kept], [places[i] for i in kept]
+                upload, mine = ({k: v[kept] for k, v in fields.items()} for fields in (upload, mine))
+                numbers = numbers[:, kept]
+            if self.encoding.up:
+                upload = self._encoded(upload, shared, whole, everything, ns, share.round)
+            if self.reduction.clips:
+                # What was encoded is a change against the server's own fields, otherwise against what was received.
+                upload = self.reduction.clipped(upload, whole if self.encoding.up else shared)
             for k, v in upload.items():
-                tally.sums[k].add_(v)
-            if self.vectorised:
-                for k, v in mine.items():
-                    private[k][rows] = v
-            else:
-                # A field that the method passed through is still a row of the tables that are written below.
-                tables = {v.untyped_storage().data_ptr() for v in private.values()}
-                kept = {k: v.clone() if v.untyped_storage().data_ptr() in tables else v for k, v in mine.items()}
-                for k, v in kept.items():
-                    private[k][rows[0]] = v
-        tally.loss += float(numbers[0])
-        tally.moved += float(numbers[1])
-        count = len(ns) if self.vectorised else 1
-        tally.examples += program.examples * count
-        tally.evaluations += program.evaluations * count
+                if tally.rows:
+                    _put(tally.rows[k], places, v)
+                else:
+                    tally.sums[k].add_(v.sum(0) if len(v) > 1 else v[0])
+            # A field that the method passed through is still a row of the tables that are written below.
+            tables = {v.untyped_storage().data_ptr() for v in private.values()}
+            after = {k: v.clone() if v.untyped_storage().data_ptr() in tables else v for k, v in mine.items()}
+            for k, v in after.items():
+                _put(private[k], rows, v)
+        tally.loss += float(numbers[0].sum())
+        tally.moved += float(numbers[1].sum())
+        tally.examples += program.examples * len(ns)
+        tally.evaluations += program.evaluations * len(ns)
 
     @contextmanager
     def _blamed(self, ns: Sequence[int], round: int) -> Iterator[None]:
@@ -278,28 +302,57 @@ class Local:
             [None if k is None else k[i] for k in keys],
         )
 
-    def _name_culprit(
-        self, program: Program, shared: Fields, private: Fields, share: Share, ns: Sequence[int], stale: Any, batches: Any,
+    def _culprit(
+        self, program: Program, shared: Fields, private: Fields, round: int, n: int, i: int, stale: Any, batches: Any,
         keys: Any,
-    ) -> None:  # fmt: skip
-        """Run the clients again, one by one, and name the first number that went wrong."""
-        label = getattr(self.clients, "label", str)
-        for i, n in enumerate(ns):
+    ) -> str:  # fmt: skip
+        """Run a client's round again and tell the first number that went wrong; it is the i-th of the batches."""
+        where = f"at client {getattr(self.clients, 'label', str)(n)}"
+        watched = _Wrapped(self.problem, _watched)
+        mine = {k: v[n - self.first] for k, v in private.items()}
+        now = program.span.start
 
-            def watch(t: int, s: Any, loss: Tensor | None, n: int = n) -> None:
-                named = {**({} if loss is None else {"loss": loss}), **s._asdict()}
-                for name, value in named.items():
-                    # The square too: what is sent is judged by its norm, which overflows before the number does.
-                    if not bool(torch.isfinite(value.square().sum())):
-                        raise NestfedError(
-                            f"{name} became infinite, NaN or too large at client {label(n)}, iteration {t} (round "
-                            f"{share.round + 1}): the step size is too large, or the data hold such values."
-                        )
+        def watch(t: int, s: Any, loss: Tensor | None) -> None:
+            nonlocal now
+            now = t
+            _refuse_infinite({**({} if loss is None else {"loss": loss}), **s._asdict()})
+            now = t + 1
 
-            again = replace(program, eager=True, watch=watch)
-            mine = {k: v[n - self.first] for k, v in private.items()}
-            self._alone(again, shared, mine, i, stale, batches, keys)
-        raise NestfedError(f"A number became infinite or NaN in what the clients sent in round {share.round + 1}.")
+        try:
+            self._alone(
+                replace(program, problem=watched, eager=True, watch=watch), shared, mine, i, stale, batches, keys
+            )
+        except _WrongError as wrong:
+            step = f"{where}, iteration {now} (round {round + 1})"
+            leaves = torch.utils._pytree.tree_leaves(batches[now - program.span.start])
+            numbers = [v[i] for v in leaves if isinstance(v, Tensor) and v.is_floating_point()]
+            if not all(bool(torch.isfinite(v).all()) for v in numbers):
+                return f"The data hold infinite or NaN values {step}, and so {wrong} became infinite or NaN."
+            name = str(wrong)
+            return (
+                f"{name.replace('the ', 'The ', 1)} became infinite, NaN or too large {step}: the step size is too large, or the data hold such "
+                "values."
+            )
+        return f"A number became infinite or NaN {where} in what it sent or keeps after round {round + 1}."
+
+
+class _WrongError(Exception):
+    """A number that is none; says which."""
+
+
+def _refuse_infinite(named: Mapping[str, Any]) -> None:
+    for name, value in named.items():
+        # The square too: what is sent is judged by its norm, which overflows before the number does.
+        if isinstance(value, Tensor) and not bool(torch.isfinite(value.square().sum())):
+            raise _WrongError(name)
+
+
+def _put(table: Tensor, rows: Sequence[int], values: Tensor) -> None:
+    """Write rows of a table; a single one is copied, which is quicker for a large model."""
+    if len(rows) == 1:
+        table[rows[0]] = values[0]
+    else:
+        table[list(rows)] = values
 
 
 def _graphs() -> int:
@@ -311,11 +364,11 @@ def _as_it_is(leaf: Tensor) -> Tensor:
     return leaf
 
 
-class _Timed:
-    """A problem that measures the time of its evaluations; to an algorithm it looks like the problem itself."""
+class _Wrapped:
+    """A problem with something around its evaluations; to an algorithm it looks like the problem itself."""
 
-    def __init__(self, problem: Any, tally: Tally) -> None:
-        self._problem, self._tally = problem, tally
+    def __init__(self, problem: Any, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._problem, self._around = problem, around
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -323,16 +376,36 @@ class _Timed:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._problem, name)
-        if name in ("grad", "grads", "inner", "outer_grad", "best_dual"):
-            return self._timed(found)
-        return found
+        return self._around(name, found) if name in ("grad", "grads", "inner", "outer_grad", "best_dual") else found
 
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with self._tally.lap("gradients"):
-                result = function(*args)
-            if isinstance(result, tuple) and callable(result[-1]):
-                return *result[:-1], self._timed(result[-1])
-            return result
 
-        return call
+def _timed(tally: Tally, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Measure the time of an evaluation, and of the pullback that it may return."""
+
+    def call(*args: Any) -> Any:
+        with tally.lap("gradients"):
+            result = function(*args)
+        if isinstance(result, tuple) and callable(result[-1]):
+            return *result[:-1], _timed(tally, name, result[-1])
+        return result
+
+    return call
+
+
+def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Stop at the first evaluation with a wrong number."""
+    what = {"inner": "the inner value", "outer_grad": "the outer gradient", "best_dual": "the best w"}
+
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        tape = getattr(args[-1], "tape", None)
+        if tape is not None and tape.loss is not None:
+            _refuse_infinite({"loss": tape.loss})
+        parts = result if isinstance(result, tuple) else (result,)
+        for part in parts:
+            if callable(part) and not isinstance(part, Tensor):
+                return *parts[:-1], _watched("grad", part)
+            _refuse_infinite({what.get(name, "the gradient"): part})
+        return result
+
+    return call

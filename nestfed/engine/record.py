@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nestfed.core import NestfedError
@@ -23,14 +24,20 @@ def read(path: Path) -> list[Record]:
     """Return the records of a file; a last line cut short by a crash is left out."""
     if not path.exists():
         return []
-    records = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records: list[Record] = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise NestfedError(f"{path} cannot be read: {error.strerror}.") from error
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
-            records.append(json.loads(text))
-        except ValueError as error:
+            record = json.loads(text)
+            if not isinstance(record, dict) or not isinstance(record.get("round"), int):
+                raise ValueError("it has no round")
+            records.append(record)
+        except (ValueError, RecursionError) as error:
             if number >= len(lines) - 1:
                 break
             raise NestfedError(f"{path}, line {number} is not a record.") from error
@@ -38,21 +45,38 @@ def read(path: Path) -> list[Record]:
 
 
 class Log:
-    """A record file that is written line by line."""
+    """A record file that is written line by line, each whole or not at all."""
 
     def __init__(self, path: Path, keep: Iterable[Record]) -> None:
-        write_atomically(path, "".join(map(line, keep)).encode())
-        self._file = path.open("a", encoding="utf-8")
+        content = "".join(map(line, keep)).encode()
+        write_atomically(path, content)
+        self._path, self._length = path, len(content)
+        with self._told():
+            self._file = path.open("ab", buffering=0)
 
     def add(self, record: Record) -> None:
         """Append a line and hand it to the system at once."""
-        self._file.write(line(record))
-        self._file.flush()
+        content = line(record).encode()
+        with self._told():
+            rest = content
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        self._length += len(content)
 
     def settle(self) -> None:
         """Wait until all lines are on the disk, so that a checkpoint never knows more rounds than the record."""
-        os.fsync(self._file.fileno())
+        with self._told():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(AttributeError, OSError):  # a full disk takes half a line, which nobody should find
+                self._file.truncate(self._length)
+            raise NestfedError(f"Cannot write {self._path}: {error.strerror or error}.") from error

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from nestfed.data.clients import Clients, draw
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.encode import RESIDUAL, Encoding, wire_form
+from nestfed.engine.privacy import Noise
 from nestfed.engine.record import line
 from nestfed.engine.record import read as read_record
+from nestfed.engine.robust import Reduction
 from nestfed.engine.sync import (
     TAP,
     AnyAlgorithm,
@@ -219,6 +221,8 @@ class Coordinator:
     best: str = ""
     weights: Mapping[int, float] = field(default_factory=dict)
     """Of clients, if they do not weigh alike."""
+    reduce: str = "mean"
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         refuse_mismatch(self.problem, self.algorithm)
@@ -230,16 +234,26 @@ class Coordinator:
             raise NestfedError(f"run.output must be last, uniform or best, not {self.output!r}.")
         self.rules.check(self.total)
         self.participation.check(self.total)
+        self.reduction = Reduction.parse(self.reduce)
+        if not self.reduction.plain and self.output == "uniform":
+            raise NestfedError(f"run.output = 'uniform' needs run.reduce = 'mean', not {self.reduce!r}.")
+        if not self.reduction.plain and self.rules.by_examples:
+            raise NestfedError(f"weights = examples needs run.reduce = 'mean', not {self.reduce!r}.")
+        self.blur = Noise.plan(self.noise, self.reduction, self.participation, self.total)
+        # Who is asked follows from the seed, which every site knows: nothing is gained by sampling.
+        self.promise = replace(self.blur, rate=1.0).statement(self.rounds, self.algorithm.shared) if self.blur else ""
         template = self.algorithm.init(self.problem, self.problem.x0)
         self.state = RunState.start(self.algorithm, template, self.total)
         self.state.private = {}  # is where it belongs: on the sites
-        found, self.passed_over = checkpoint.read(self.directory, self.identity, torch.device("cpu"))
+        found, self.passed_over = checkpoint.read(self.directory, self.identity, torch.device("cpu"), self.state)
         self.history: list[Record] = [self.state.record(None, None, 0)]
         if found is not None:
             new = max(self.total - len(found.seen), 0)
             found.seen = torch.cat([found.seen, torch.full((new,), -1)])[: self.total]
             self.state = found
             self.history = [r for r in read_record(self._path) if r["round"] <= found.round]
+        if self.promise:
+            checkpoint.write_atomically(self.directory / "privacy.txt", f"{self.promise}\n".encode())
         self.streams = Streams(self.seed)
         self.tap = drawn(self.algorithm, self.rounds, self.q, self.seed) if self.output == "uniform" else -1
 
@@ -301,22 +315,17 @@ class Coordinator:
         up, down = self.encoding.sizes(state.shared)
         span = span_from(algorithm, state.t, self.q)
         ns = sorted(answers)
-        loss = moved = 0.0
-        if ns:
-            share = self._shares(ns)
-            mean: dict[str, Tensor] = {}
-            for n in ns:  # in the order of their numbers, so that the sum is the simulation's
-                answer = answers[n]
-                for k, v in answer.fields.items():
-                    part = v if share is None else v * share[n]
-                    mean[k] = mean[k].add_(part) if k in mean else part.clone()
-                part_of = 1 / len(ns) if share is None else share[n]
-                loss += answer.loss * part_of
-                moved += answer.moved * part_of
-            if share is None:
-                mean = {k: v.div_(len(ns)) for k, v in mean.items()}
+        loss: float | None = None
+        drift: float | None = 0.0
+        if ns or self.blur:  # noise comes also when nobody does, or its absence would tell so
+            mean = self._reduced({n: answers[n].fields for n in ns})
             tapped = mean.pop(TAP, None)
-            moved -= float(((mean[algorithm.point] - state.shared[algorithm.point]) ** 2).sum())
+            if not self.blur:  # what has no noise would give sites away
+                loss = self._mean({n: answers[n].loss for n in ns})
+            drift = None
+            if self.reduction.plain:
+                spread = ((mean[algorithm.point] - state.shared[algorithm.point]) ** 2).sum()
+                drift = max(self._mean({n: answers[n].moved for n in ns}) - float(spread), 0.0)
             server, shared = algorithm.server.update(state.server, state.shared, mean, self._fraction(ns))
             for k, v in (*shared.items(), *server.items()):
                 if not bool(torch.isfinite(v).all()):
@@ -332,9 +341,35 @@ class Coordinator:
         state.bytes_down += asked * down
         state.advance(span.stop, ns)
         state.seconds += time.perf_counter() - began
-        self.history.append(self.state.record(loss if ns else None, max(moved, 0.0), len(ns)))
+        self.history.append(self.state.record(loss, drift, len(ns)))
         self._write()
         checkpoint.write(self.directory, state, self.identity)
+
+    def _reduced(self, uploads: Mapping[int, Fields]) -> dict[str, Tensor]:
+        """Return what takes the place of the mean of the uploads, field by field."""
+        ns, state = list(uploads), self.state  # in the order of their numbers, so that the sum is the simulation's
+        if self.reduction.tabled:
+            return {k: self.reduction.over(torch.stack([uploads[n][k] for n in ns])) for k in state.shared}
+        base = state.shared if self.encoding.up else self.broadcast()
+        share = self._shares(ns)
+        sums: dict[str, Tensor] = {k: torch.zeros_like(v) for k, v in state.shared.items()}
+        for n in ns:
+            fields = uploads[n]
+            if self.reduction.clips:
+                fields = {
+                    k: v[0] for k, v in self.reduction.clipped({k: v[None] for k, v in fields.items()}, base).items()
+                }
+            for k, v in fields.items():
+                part = v if share is None else v * share[n]
+                sums[k] = sums[k].add_(part) if k in sums else part.clone()
+        if self.blur:
+            return self.blur.mean(sums, base, state.round, None)
+        mean = sums if share is not None else {k: v.div_(len(ns)) for k, v in sums.items()}
+        return {k: base[k] + v for k, v in mean.items()} if self.reduction.clips else mean
+
+    def _mean(self, values: Mapping[int, float]) -> float:
+        share = self._shares(list(values))
+        return sum(v * (1 / len(values) if share is None else share[n]) for n, v in values.items())
 
     def judge(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of the last finished round, which come with the next round's answers, and keep the best."""
@@ -361,6 +396,8 @@ class Coordinator:
         return {n: self.weights[n] / total for n in ns}
 
     def _fraction(self, ns: Sequence[int]) -> float:
+        if self.blur:
+            return self.blur.rate
         if not self.rules.by_examples:
             return len(ns) / self.total
         return sum(self.weights[n] for n in ns) / sum(self.weights.values())

@@ -9,8 +9,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import current_process
@@ -26,10 +26,13 @@ from nestfed.data.random import Streams
 from nestfed.engine import checkpoint, memory
 from nestfed.engine.distributed import Group, Ranks
 from nestfed.engine.encode import RESIDUAL, Encoding
-from nestfed.engine.local import Local, Runner, Share
+from nestfed.engine.local import Local, Runner, Share, Tally, start_tally
+from nestfed.engine.lock import locked
+from nestfed.engine.privacy import Noise
 from nestfed.engine.progress import Progress
 from nestfed.engine.record import Log
 from nestfed.engine.record import read as read_record
+from nestfed.engine.robust import Reduction
 from nestfed.engine.sync import TAP, AnyAlgorithm, Participation, Record, RunState, drawn, span_from
 from nestfed.engine.workers import Workers
 
@@ -63,6 +66,8 @@ class Result:
     """What stayed on the clients, one row each (under `torchrun`: of this rank's clients)."""
     profile: Mapping[str, float] = field(default_factory=dict)
     """Where the time went, in seconds: drawing, gradients, updates, averaging, evaluation, saving, rest."""
+    privacy: str = ""
+    """With noise: ε and all that it rests on, in one sentence."""
 
 
 def simulate(
@@ -89,6 +94,9 @@ def simulate(
     participation: int | float | None = None,
     failures: float = 0.0,
     encode: str = "",
+    reduce: str = "mean",
+    noise: float = 0.0,
+    on_nan: str = "stop",
     directory: str | Path | None = None,
     checkpoint_every: int = 10,
     progress: bool | None = None,
@@ -102,8 +110,11 @@ def simulate(
     uniformly from all averaged iterates (which the theorems speak of), or the best by the metric `best` (a leading
     minus sign means that less is better). `participation` is a count (int) or a probability (float) of clients per
     round, `failures` the probability that one who was asked does not answer. `encode` rounds what is sent (see
-    `nestfed.engine.encode`). With a `directory` the run leaves
-    record.jsonl and checkpoints there, and goes on from them when they exist.
+    `nestfed.engine.encode`). `reduce` takes the place of the mean over clients in every shared field: median,
+    trimmed:SHARE (both by coordinate), or clip:NORM, the mean of changes clipped to a norm; `noise` adds Gaussian noise
+    of that many times NORM to their sum (see `nestfed.engine.privacy`). A number that goes wrong stops the run and is
+    named; with `on_nan` "drop" the client that it came from is left out of its round instead. With a `directory` the
+    run leaves record.jsonl and checkpoints there, and goes on from them when they exist; one run at a time.
 
     How the clients are run changes no number beyond rounding. `mode` is vmap (all clients in one vectorised call, in
     chunks), loop (one after another), or auto: vmap for dense models of up to 200,000 parameters. `workers` processes
@@ -120,6 +131,15 @@ def simulate(
     _check_engine(mode, workers, compile, precision, accumulate)
     taking_part = Participation(participation, failures)
     taking_part.check(len(clients))
+    reduction = Reduction.parse(reduce)
+    blur = Noise.plan(noise, reduction, taking_part, len(clients))
+    if on_nan not in ("stop", "drop"):
+        raise NestfedError(f"on_nan must be stop or drop, not {on_nan!r}.")
+    if output == "uniform" and not reduction.plain:
+        raise NestfedError(
+            f"output='uniform' is a mean of the clients' points, so it needs reduce='mean', not {reduce!r}."
+        )
+    promise = blur.statement(rounds, algorithm.shared) if blur else ""
     place = torch.device(device)
     group = Group.join(place)
     problem.flat.to(place)
@@ -136,113 +156,143 @@ def simulate(
     workers = _processes(workers, vectorised, problem, place, taking_part.most(len(clients)) // group.count)
     path = Path(directory) if directory is not None else None
     if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
-    table = partial(_new_table, limit=memory_limit, folder=path, shared=workers > 1)
-    state = RunState.start(algorithm, template, len(clients), len(block), table)
-    encoding = Encoding.parse(encode)
-    if encoding.up:
-        state.private |= {RESIDUAL + k: table(torch.zeros_like(v), len(block)) for k, v in state.shared.items()}
-    # A drawn outcome needs to know how many iterations there will be.
-    tap = drawn(algorithm, rounds, q, seed) if output == "uniform" else -1
-    history: list[Record] = []
-    log: Log | None = None
-    identity = f"{algorithm!r} q={q} seed={seed} N={len(clients)} d={start.numel()} {participation} {failures} {encode}".rstrip()
-    if path is not None:
-        found, passed_over = checkpoint.read(path, identity, place) if group.leads else (None, [])
-        for sentence in passed_over:
-            warnings.warn(sentence, stacklevel=2)
-        tables = state.private
-        found = group.scatter(found, len(clients), state)
-        if found is not None:
-            state = found
-            if group.count == 1:
-                for k, v in tables.items():
-                    state.private[k] = v.copy_(state.private[k])
-            history = [r for r in read_record(path / "record.jsonl") if r["round"] <= state.round]
-            if 0 <= tap < state.t and "uniform" not in state.kept:
-                raise NestfedError(f"output='uniform' needs a run from its start, but {path} holds one without it.")
-        if group.leads:
-            log = Log(path / "record.jsonl", history)
-
-    def save() -> None:
+        _make(path)
+    with locked(path) if path is not None and group.leads else nullcontext():
+        table = partial(_new_table, limit=memory_limit, folder=path, shared=workers > 1)
+        state = RunState.start(algorithm, template, len(clients), len(block), table)
+        encoding = Encoding.parse(encode)
+        if encoding.up:
+            state.private |= {RESIDUAL + k: table(torch.zeros_like(v), len(block)) for k, v in state.shared.items()}
+        # A drawn outcome needs to know how many iterations there will be.
+        tap = drawn(algorithm, rounds, q, seed) if output == "uniform" else -1
+        history: list[Record] = []
+        log: Log | None = None
+        identity = f"{algorithm!r} q={q} seed={seed} N={len(clients)} d={start.numel()} {participation} {failures} {encode}".rstrip()
+        identity += "".join(f" {v}" for v, usual in ((reduce, "mean"), (noise, 0), (on_nan, "stop")) if v != usual)
+        saved = -1
+        """Rounds that were over at the last checkpoint."""
         if path is not None:
-            whole = group.gather(state, len(clients))
+            found: RunState | None = None
+            passed_over: list[str] = []
+            if group.leads:
+                checkpoint.sweep(path)
+                found, passed_over = checkpoint.read(path, identity, place, state)
+                if found is None and not passed_over and (lost := _recorded(path / "record.jsonl")):
+                    passed_over = [f"{path} has no checkpoint of its {lost} rounds: the run starts from the beginning."]
+                if found is not None and len(found.seen) != len(clients):
+                    raise NestfedError(f"{path} holds the checkpoint of {len(found.seen)} clients, not {len(clients)}.")
+            for sentence in passed_over:
+                warnings.warn(sentence, stacklevel=2)
+            tables = state.private
+            found = group.scatter(found, len(clients), state)
+            if found is not None:
+                state, saved = found, found.round
+                if group.count == 1:
+                    for k, v in tables.items():
+                        state.private[k] = v.copy_(state.private[k])
+                history = [r for r in read_record(path / "record.jsonl") if r["round"] <= state.round]
+                if 0 <= tap < state.t and "uniform" not in state.kept:
+                    raise NestfedError(f"output='uniform' needs a run from its start, but {path} holds one without it.")
+            if group.leads:
+                log = Log(path / "record.jsonl", history)
+                if promise:
+                    checkpoint.write_atomically(path / "privacy.txt", f"{promise}\n".encode())
+
+        def save() -> None:
+            nonlocal saved
+            if path is not None:
+                whole = group.gather(state, len(clients))
+                if log is not None:
+                    log.settle()
+                    checkpoint.write(path, whole, identity)
+                saved = state.round
+
+        def note(record: Record) -> dict[str, float]:
+            """Evaluate if it is time, keep the best point, and write the record."""
+            metrics: dict[str, float] = {}
+            if group.leads and (state.round % every == 0 or state.round == rounds):
+                if evaluate is not None:
+                    model = problem.bind(state.shared[algorithm.point])
+                    with torch.no_grad():
+                        metrics |= {k: float(v) for k, v in evaluate(model).items()}
+                if measure is not None:
+                    metrics |= {k: float(v) for k, v in measure(state.shared).items()}
+            if output == "best" and metrics:
+                state.keep_best(state.shared[algorithm.point], metrics, best)
+            record |= metrics
+            history.append(record)
             if log is not None:
-                log.settle()
-                checkpoint.write(path, whole, identity)
+                log.add(record)
+            return metrics
 
-    def note(record: Record) -> dict[str, float]:
-        """Evaluate if it is time, keep the best point, and write the record."""
-        metrics: dict[str, float] = {}
-        if group.leads and (state.round % every == 0 or state.round == rounds):
-            if evaluate is not None:
-                model = problem.bind(state.shared[algorithm.point])
-                with torch.no_grad():
-                    metrics |= {k: float(v) for k, v in evaluate(model).items()}
-            if measure is not None:
-                metrics |= {k: float(v) for k, v in measure(state.shared).items()}
-        if output == "best" and metrics:
-            state.keep_best(state.shared[algorithm.point], metrics, best)
-        record |= metrics
-        history.append(record)
-        if log is not None:
-            log.add(record)
-        return metrics
-
-    # What a round brings along anyway need not lie in the template too.
-    brought = {k: v.new_empty(0) for k, v in template._asdict().items() if k in algorithm.shared + algorithm.private}
-    local = Local(
-        problem, algorithm, clients, template._replace(**brought), seed, place, vectorised, compile,
-        torch.bfloat16 if precision == "bf16" else None, accumulate, profile, block.start, encoding,
-    )  # fmt: skip
-    runner: Runner = local if workers == 1 else Workers(local, state.shared, state.private, workers)
-    if group.count > 1:
-        runner = Ranks(runner, group, len(clients), algorithm.point)
-    engine = _Engine(algorithm, runner, len(clients), q, seed, encoding)
-    clock = _Clock(engine.laps)
-    del template
-    try:
-        if state.round == 0 and not history and (evaluate or measure):
-            note(state.record(None, None, 0))
-        with (
-            Progress(label or algorithm.name, rounds, state.round, progress if group.leads else False) as bar,
-            _deferred_interrupt() as interrupted,
-            torch.no_grad(),
-        ):
-            while state.round < rounds:
-                began = time.perf_counter()
-                try:
-                    # Vectorised steps are many small operations, which threads only slow down.
-                    with _threads(1 if vectorised and place.type == "cpu" else 0):
-                        loss, drift, took_part = engine.round(state, taking_part, tap)
-                except NestfedError as error:
-                    if path is None or not state.round:
-                        raise
-                    if not state.private:  # otherwise some clients are already in the round that failed
-                        save()
-                    raise NestfedError(f"{error} The last good checkpoint is in {path}.") from error
-                state.seconds += clock.passed("round", began)
-                record = state.record(loss, drift, took_part)
-                began = time.perf_counter()
-                bar.update(record, note(record))
-                clock.passed("evaluation", began)
-                over = state.round >= rounds
-                asked = group.any(interrupted.is_set(), place)
-                if over or asked or state.round % checkpoint_every == 0:
+        # What a round brings along anyway need not lie in the template too.
+        brought = {
+            k: v.new_empty(0) for k, v in template._asdict().items() if k in algorithm.shared + algorithm.private
+        }
+        local = Local(
+            problem, algorithm, clients, template._replace(**brought), seed, place, vectorised, compile,
+            torch.bfloat16 if precision == "bf16" else None, accumulate, profile, block.start, encoding,
+            reduction, on_nan == "drop",
+        )  # fmt: skip
+        most = taking_part.of if isinstance(taking_part.of, int) else len(clients)
+        runner: Runner = local if workers == 1 else Workers(local, state.shared, state.private, workers, most)
+        if group.count > 1:
+            runner = Ranks(runner, group, len(clients), algorithm.point, reduction, local.drop)
+        engine = _Engine(algorithm, runner, len(clients), q, seed, encoding, reduction, blur)
+        left_out: set[int] = set()
+        clock = _Clock(engine.laps)
+        del template
+        try:
+            if state.round == 0 and not history and (evaluate or measure):
+                note(state.record(None, None, 0))
+            with (
+                Progress(label or algorithm.name, rounds, state.round, progress if group.leads else False) as bar,
+                _deferred_interrupt() as interrupted,
+                torch.no_grad(),
+            ):
+                while state.round < rounds:
                     began = time.perf_counter()
-                    save()
-                    clock.passed("saving", began)
-                if asked and not over:
-                    saved = (
-                        f"; the same command goes on from {path}" if path is not None else " (nothing was to be saved)"
-                    )
-                    raise Interrupted(f"Stopped after round {state.round} of {rounds}{saved}.")
-    finally:
-        runner.close()
-        if log is not None:
-            log.close()
-    x = state.shared[algorithm.point] if output == "last" else group.agree(state.outcome(algorithm.point, output))
-    return Result(x, problem.module(x), history, dict(state.shared), dict(state.private), clock.table())
+                    try:
+                        # Vectorised steps are many small operations, which threads only slow down.
+                        with _threads(1 if vectorised and place.type == "cpu" else 0):
+                            loss, drift, took_part = engine.round(state, taking_part, tap)
+                    except NestfedError as error:
+                        if path is None or not state.round:
+                            raise
+                        if not state.private:  # otherwise some clients are already in the round that failed
+                            save()
+                        if saved < 0:
+                            raise
+                        raise NestfedError(
+                            f"{error} The last good checkpoint is in {path}, after round {saved}."
+                        ) from error
+                    for n in engine.dropped.keys() - left_out:  # once for each client, or a long run tells nothing else
+                        left_out.add(n)
+                        warnings.warn(f"{engine.dropped[n]} It is left out of this round.", stacklevel=2)
+                    state.seconds += clock.passed("round", began)
+                    record = state.record(loss, drift, took_part)
+                    began = time.perf_counter()
+                    bar.update(record, note(record))
+                    clock.passed("evaluation", began)
+                    over = state.round >= rounds
+                    asked = group.any(interrupted.is_set(), place)
+                    if over or asked or state.round % checkpoint_every == 0:
+                        began = time.perf_counter()
+                        save()
+                        clock.passed("saving", began)
+                    if asked and not over:
+                        how = (
+                            f"; the same command goes on from {path}"
+                            if path is not None
+                            else " (nothing was to be saved)"
+                        )
+                        raise Interrupted(f"Stopped after round {state.round} of {rounds}{how}.")
+        finally:
+            runner.close()
+            if log is not None:
+                log.close()
+        x = state.shared[algorithm.point] if output == "last" else group.agree(state.outcome(algorithm.point, output))
+        return Result(x, problem.module(x), history, dict(state.shared), dict(state.private), clock.table(), promise)
 
 
 class _Clock:
@@ -277,31 +327,52 @@ class _Engine:
     """Advances the state of a run by rounds; who runs the clients is the runner's business."""
 
     def __init__(
-        self, algorithm: AnyAlgorithm, runner: Runner, clients: int, q: int, seed: int, encoding: Encoding
-    ) -> None:
-        self.encoding = encoding
+        self, algorithm: AnyAlgorithm, runner: Runner, clients: int, q: int, seed: int, encoding: Encoding,
+        reduction: Reduction, blur: Noise | None,
+    ) -> None:  # fmt: skip
+        self.encoding, self.reduction, self.blur, self.seed = encoding, reduction, blur, seed
         self.algorithm, self.runner, self.clients, self.q = algorithm, runner, clients, q
         self.streams = Streams(seed)
+        self.dropped: dict[int, str] = {}
+        """Clients that were left out of the last round because of a number that went wrong, each with a sentence."""
         self.laps: dict[str, float] = {}
 
-    def round(self, state: RunState, taking_part: Participation, tap: int) -> tuple[float | None, float, int]:
+    def round(self, state: RunState, taking_part: Participation, tap: int) -> tuple[float | None, float | None, int]:
         """Advance the state by one round; return the mean loss, the clients' drift and how many answered."""
         algorithm = self.algorithm
         span = span_from(algorithm, state.t, self.q)
         asked, answering = taking_part.draw(self.streams, self.clients, state.round)
-        loss, moved, count = None, 0.0, len(answering)
-        if answering:
+        loss: float | None = None
+        drift: float | None = 0.0
+        count = len(answering)
+        self.dropped = {}
+        if answering or self.blur:  # noise comes also when nobody does, or its absence would tell so
             late = (state.seen[answering] != state.round) & (state.round > 0)
             stale = late.tolist() if algorithm.private else [False] * count
-            tally = self.runner.run(state.shared, state.private, Share(answering, span, state.round, tap, stale))
+            share = Share(answering, span, state.round, tap, stale)
+            if answering:
+                tally = self.runner.run(state.shared, state.private, share)
+            else:
+                tally = start_tally(state.shared, algorithm.point, share, self.reduction)
             for name, seconds in tally.laps.items():
                 self.laps[name] = self.laps.get(name, 0.0) + seconds
+            self.dropped, everybody = tally.dropped, answering
+            answering = [n for n in answering if n not in tally.dropped]
+            count = len(answering)
+            if not count and not self.blur:
+                raise NestfedError(
+                    f"No client of round {state.round + 1} is left: {next(iter(tally.dropped.values()))}"
+                )
             with tally.lap("averaging"):
-                mean = {k: v.div_(count) for k, v in tally.sums.items()}
+                mean = self._reduced(tally, state, everybody)
                 tapped = mean.pop(TAP, None)
-                spread = mean[algorithm.point] - state.shared[algorithm.point]
-                moved = tally.moved / count - float(spread.square_().sum())
-                server, shared = algorithm.server.update(state.server, state.shared, mean, count / self.clients)
+                if self.reduction.plain:
+                    spread = mean[algorithm.point] - state.shared[algorithm.point]
+                    drift = max(tally.moved / count - float(spread.square_().sum()), 0.0)
+                else:
+                    drift = None  # it is a spread about the mean
+                present = self.blur.expected if self.blur else count
+                server, shared = algorithm.server.update(state.server, state.shared, mean, present / self.clients)
                 for k, v in (*shared.items(), *server.items()):
                     if not bool(torch.isfinite(v.sum())):
                         raise NestfedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")
@@ -310,14 +381,46 @@ class _Engine:
             if tapped is not None:
                 state.kept["uniform"] = tapped
             state.examples += tally.examples
-            loss = tally.loss / count if math.isfinite(tally.loss) else None
+            if math.isfinite(tally.loss) and not self.blur:  # what has no noise would give clients away
+                loss = tally.loss / count
         elif span.start <= tap < span.stop:
             state.kept["uniform"] = state.shared[algorithm.point].clone()
         up, down = self.encoding.sizes(state.shared)
         state.bytes_down += len(asked) * down
         state.bytes_up += count * up
         state.advance(span.stop, answering)
-        return loss, max(moved, 0.0), count
+        return loss, drift, count
+
+    def _reduced(self, tally: Tally, state: RunState, ns: Sequence[int]) -> dict[str, Tensor]:
+        """Return what takes the place of the mean of the uploads, field by field; `ns` are those who answered."""
+        count = len(ns) - len(tally.dropped)
+        if self.reduction.tabled:
+            rows = tally.rows
+            if tally.dropped:
+                kept = [i for i, n in enumerate(ns) if n not in tally.dropped]
+                rows = {k: v[kept] for k, v in rows.items()}
+            return {k: self.reduction.over(v) for k, v in rows.items()}
+        if not self.reduction.clips:
+            return {k: v.div_(count) for k, v in tally.sums.items()}
+        base = state.shared if self.encoding.up else self.encoding.broadcast(state.shared)
+        if self.blur is None:
+            return {k: base[k] + v.div_(count) for k, v in tally.sums.items()}
+        return self.blur.mean(tally.sums, base, state.round, self.seed)
+
+
+def _recorded(path: Path) -> int:
+    """Return how many rounds a record that nobody can go on from holds."""
+    try:
+        return max((int(r["round"]) for r in read_record(path)), default=0)
+    except NestfedError:
+        return 1  # it cannot be read, but something was there
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NestfedError(f"Cannot make the directory {path}: {error.strerror}.") from error
 
 
 def _check(

@@ -30,13 +30,19 @@ from nestfed.engine.sync import TAP
 class Workers:
     """Runs clients in worker processes."""
 
-    def __init__(self, local: Local, shared: Fields, private: dict[str, Tensor], count: int) -> None:
-        """Start the workers; `private` must lie in memory that forked processes share (`memory.table`)."""
+    def __init__(self, local: Local, shared: Fields, private: dict[str, Tensor], count: int, most: int) -> None:
+        """Start the workers; `private` must lie in memory that forked processes share (`memory.table`).
+
+        `most` is how many clients may answer in a round.
+        """
         self._shared = {k: table(tuple(v.shape), v.dtype) for k, v in shared.items()}
         point = shared[local.algorithm.point]
-        self._sums = []
+        self._sums: list[dict[str, Tensor]] = []
+        self._rows: dict[str, Tensor] = {}
+        if local.reduction.tabled:
+            self._rows = {k: table((most, *v.shape), v.dtype) for k, v in shared.items()}
         for _ in range(count):
-            sums = {k: table(tuple(v.shape), v.dtype) for k, v in shared.items()}
+            sums = {k: table(tuple(v.shape), v.dtype) for k, v in shared.items() if not self._rows}
             sums[TAP] = table(tuple(point.shape), point.dtype)
             self._sums.append(sums)
         self.trips = 0
@@ -50,7 +56,16 @@ class Workers:
             here, there = fork.Pipe()
             process = fork.Process(
                 target=_serve,
-                args=(there, [*self._pipes, here], os.getpid(), local, self._shared, private, self._sums[i]),
+                args=(
+                    there,
+                    [*self._pipes, here],
+                    os.getpid(),
+                    local,
+                    self._shared,
+                    private,
+                    self._sums[i],
+                    self._rows,
+                ),
                 name=f"nestfed-worker-{i + 1}",
                 daemon=True,
             )
@@ -100,11 +115,13 @@ class Workers:
     def _total(self, share: Share, answers: list[Tally]) -> Tally:
         """Add up in the workers' order, so that a run is the same every time."""
         names = [k for k in self._sums[0] if k != TAP or share.span.start <= share.tap < share.span.stop]
-        total = Tally({k: self._sums[0][k].clone() for k in names})
+        rows = {k: v[: len(share.ns)] for k, v in self._rows.items()}  # until the next round
+        total = Tally({k: self._sums[0][k].clone() for k in names}, rows)
         for i, answer in enumerate(answers):
             if i:
                 for k in names:
                     total.sums[k].add_(self._sums[i][k])
+            total.dropped |= answer.dropped
             total.loss += answer.loss
             total.moved += answer.moved
             total.examples += answer.examples
@@ -145,12 +162,12 @@ def _parts(share: Share, count: int) -> list[Share]:
     total = len(share.ns)
     count = min(count, total)
     edges = [i * total // count for i in range(count + 1)]
-    return [share._replace(ns=share.ns[a:b], stale=share.stale[a:b]) for a, b in pairwise(edges)]
+    return [share._replace(ns=share.ns[a:b], stale=share.stale[a:b], at=share.at + a) for a, b in pairwise(edges)]
 
 
 def _serve(
     pipe: Connection, others: list[Connection], parent: int, local: Local, shared: Fields, private: dict[str, Tensor],
-    sums: dict[str, Tensor],
+    sums: dict[str, Tensor], rows: dict[str, Tensor],
 ) -> None:  # fmt: skip
     """Work until the parent closes the pipe."""
     _die_with(parent)
@@ -168,8 +185,8 @@ def _serve(
             try:
                 for v in sums.values():
                     v.zero_()
-                tally = local.run(shared, private, share, Tally(sums))
-                tally.sums = {}  # they are where the parent sees them
+                tally = local.run(shared, private, share, Tally(sums, rows))
+                tally.sums = tally.rows = {}  # they are where the parent sees them
                 pipe.send(("done", tally))
             except NestfedError as error:
                 pipe.send(("mistake", str(error)))

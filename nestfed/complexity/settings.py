@@ -29,11 +29,13 @@ BLOCK = 64
 
 
 def rho(r: Tensor) -> Tensor:
+    """Return ρ(r)."""
     square = r * r
     return (1 + square).sqrt() - 1 + square / (1 + square)
 
 
 def slope(r: Tensor) -> Tensor:
+    """Return ρ'(r)."""
     more = 1 + r * r
     return r / more.sqrt() + 2 * r / (more * more)
 
@@ -50,6 +52,7 @@ class Plain(Minimize):
         super().__init__(lambda x, batch: rho(batch[0] @ x - batch[1]).mean(), torch.zeros(dim, dtype=torch.float64))
 
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient by hand."""
         a, y = as_sample(batch).data
         as_sample(batch).tape.note(y.shape[-1])
         return (slope(residual(x, a, y)).unsqueeze(-1) * a).mean(-2)
@@ -70,6 +73,7 @@ class Inner(Conditional):
         )
 
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient by hand."""
         (y,), eta = as_sample(batch).data
         eta = eta.squeeze(-2)
         as_sample(batch).tape.note(y.shape[-1] * (1 + self.m))
@@ -88,6 +92,7 @@ class Nested(Compositional):
         )
 
     def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the inner value and its pullback, by hand."""
         G = as_sample(batch).data[1]
         as_sample(batch).tape.note(G.shape[-3])
         G = G.mean(-3)
@@ -96,6 +101,7 @@ class Nested(Compositional):
         return value, lambda v: (G.transpose(-1, -2) @ v[0].unsqueeze(-1)).squeeze(-1)
 
     def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
+        """Return ∇f by hand."""
         c = as_sample(batch).data[0]
         as_sample(batch).tape.note(c.shape[-2])
         return slope(u.unsqueeze(-2) - c).mean(-2)
@@ -114,6 +120,7 @@ class Game(Minimax):
         super().__init__(f, zeros[:dim], zeros[dim:])
 
     def grads(self, theta: Tensor, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return both gradients by hand."""
         a, y, C, e = as_sample(batch).data
         as_sample(batch).tape.note(y.shape[-1])
         mean = C.mean(-3)
@@ -143,9 +150,11 @@ class Source:
         return len(self.population[0])
 
     def seeded(self, seed: int) -> Source:
+        """Return these clients with this seed."""
         return Source(self.population, self.second, self.spread, self.b, self.B, self.arrange, seed)
 
     def draw(self, ns: Any, ts: range) -> list[Batch]:
+        """Draw for several clients and iterations, as engines ask."""
         return [torch.utils._pytree.tree_map(lambda leaf: leaf[0], self.at((self.seed,), t, ns)) for t in ts]
 
     def at(self, seeds: tuple[int, ...], t: int, ns: Any = None) -> Batch:
@@ -171,7 +180,7 @@ class Source:
                 other.append(generator.integers(K2, size=(count, size)) if self.second else None)
                 noise.append(generator.standard_normal((count, size, *width)) if self.spread else None)
 
-        def packed(rows: list[np.ndarray]) -> Tensor:
+        def packed(rows: list[Any]) -> Tensor:
             table = torch.from_numpy(np.stack(rows))
             return table.view(len(seeds), len(ns), *table.shape[1:]).movedim(2, 0)
 
@@ -236,9 +245,11 @@ class Setting:
 
     @cached_property
     def offsets(self) -> Tensor:
+        """e, the same for all clients."""
         return (0.3 * self._normal(10, 2) + 0.2 * self._normal(11, self.K, 2)).expand(self.N, -1, -1)
 
     def problem(self, m: int | None = None) -> Any:
+        """Return the problem; m is the number of inner samples."""
         if self.family == "plain":
             return Plain(self.dim)
         if self.family == "conditional":
@@ -246,6 +257,7 @@ class Setting:
         return Nested(self.dim, 4) if self.family == "nested" else Game(self.dim, 2)
 
     def clients(self, m: int | None = None, b: int = 1, B: int = 1) -> Source:
+        """Return the clients that draw b points at an iteration, B at the first."""
         a, y = self.points
         if self.family == "plain":
             return Source((a, y), b=b, B=B)
@@ -269,9 +281,11 @@ class Setting:
         return found + self.best_dual(x) @ self.maps[0].mean(0) if self.family == "game" else found
 
     def best_dual(self, theta: Tensor) -> Tensor:
+        """Return w*(θ)."""
         return theta @ self.maps[0].mean(0).T - self.offsets[0].mean(0)
 
     def value(self, x: Tensor) -> Tensor:
+        """Return F(x), or Φ(θ)."""
         if self.family == "nested":
             u = x @ self.maps[0].mean(0).T
             return rho(u[..., None, :] - self.targets.flatten(0, 1)).sum(-1).mean(-1)

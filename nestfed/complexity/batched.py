@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from settings import Setting, Source
 from torch import Tensor
 
+from nestfed.complexity.settings import Setting, Source
 from nestfed.core import Fields
 from nestfed.engine.simulate import simulate
 from nestfed.engine.sync import AnyAlgorithm, Program, span_from
@@ -71,7 +71,8 @@ def check(cases: dict[str, tuple[Setting, AnyAlgorithm]]) -> float:
     """Compare run with simulate, and gradients by hand with automatic ones; return the largest difference."""
     worst = 0.0
     for setting, algorithm in cases.values():
-        problem, clients = setting.problem(4), setting.clients(4, B=3)
+        problem = setting.problem(4)
+        clients: Any = setting.clients(4, B=3)
         found = run(problem, algorithm, clients, 20, 5, (3, 8), squared_gradient(setting, algorithm.point))
         for i, seed in enumerate((3, 8)):
             truth = simulate(

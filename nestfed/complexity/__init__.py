@@ -1,0 +1,1 @@
+"""The theorems' complexity claims, measured on small problems whose gradient and constants are known."""

@@ -1,0 +1,115 @@
+"""Differential privacy for clients: Gaussian noise on the sum of clipped changes, and what ε that comes to.
+
+In every round the server adds N(0, (noise · clip)²) to each number of Σ clipped(upload − broadcast), all shared fields
+jointly, and divides by the expected number of participants, which does not depend on who is there (McMahan et al.
+2018). The accountant is Google's (`pip install 'nestfed[privacy]'`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import secrets
+from dataclasses import dataclass
+from importlib import import_module
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestfed.core import Fields, NestfedError
+from nestfed.engine.robust import Reduction
+from nestfed.engine.sync import Participation
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How much noise there is, in units of the clipping norm, and among how many."""
+
+    multiplier: float
+    clip: float
+    clients: int
+    rate: float
+    """The probability with which a client takes part in a round; 1 means always."""
+
+    @classmethod
+    def plan(cls, noise: float, reduction: Reduction, taking_part: Participation, clients: int) -> Noise | None:
+        """Return the noise of a run, or None; refuse what cannot be accounted for."""
+        if not 0 <= noise < float("inf"):
+            raise NestfedError(f"run.noise must be a finite number of at least 0, not {noise:g}.")
+        if not noise:
+            return None
+        if not reduction.clips:
+            raise NestfedError(f"run.noise needs clipped changes: set run.reduce = 'clip:1.0', not {str(reduction)!r}.")
+        of = taking_part.of
+        if isinstance(of, int) and of < clients:
+            raise NestfedError(
+                "run.noise is accounted for when all clients take part or each with a probability: set participation to "
+                f"{of / clients:g} instead of {of}."
+            )
+        return cls(noise, reduction.amount, clients, of if isinstance(of, float) else 1.0)
+
+    @property
+    def expected(self) -> float:
+        """The expected number of participants, by which sums are divided."""
+        return self.rate * self.clients
+
+    def draw(self, fields: Fields, round: int, seed: int | None) -> dict[str, Tensor]:
+        """Return the noise of a round's sums. Without a seed it is secret; with one it can be drawn again by anybody."""
+        key = (
+            secrets.token_bytes(16) if seed is None else hashlib.sha256(f"noise {seed} {round}".encode()).digest()[:16]
+        )
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        scale = self.multiplier * self.clip
+        return {
+            k: torch.from_numpy(generator.normal(scale=scale, size=tuple(fields[k].shape))).to(fields[k])
+            for k in sorted(fields)
+        }
+
+    def mean(self, sums: Fields, base: Fields, round: int, seed: int | None) -> dict[str, Tensor]:
+        """Return the broadcast plus the noisy mean of the changes whose sums are given."""
+        noise = self.draw(sums, round, seed)
+        return {k: base[k] + (v + noise[k]) / self.expected for k, v in sums.items()}
+
+    @property
+    def delta(self) -> float:
+        """The δ that ε is told for: well below one in the number of clients."""
+        return min(1e-5, 0.1 / self.clients)
+
+    def statement(self, rounds: int, names: tuple[str, ...]) -> str:
+        """Return ε and all that it rests on, in one sentence."""
+        told = (
+            "all clients in every round"
+            if self.rate >= 1
+            else f"each client in each round with probability {self.rate:g}, by draws that stay secret"
+        )
+        value = epsilon(self.multiplier, self.rate, rounds, self.delta)
+        return (
+            f"Privacy: ε = {value:.4g} at δ = {self.delta:.3g} for what the server publishes in {rounds} rounds; the unit is "
+            f"one client with all its examples (added or removed); {told}; changes clipped to {self.clip:g} and noise of "
+            f"{self.multiplier:g} times that on the sum, over the fields {', '.join(names)} jointly; RDP accountant of "
+            "dp-accounting; the server is trusted with single uploads, and metrics must come from public data."
+        )
+
+
+def epsilon(noise: float, rate: float, rounds: int, delta: float) -> float:
+    """Return ε after a number of rounds of the Gaussian mechanism on a Poisson sample of the clients."""
+    if rounds == 0:
+        return 0.0
+    try:
+        library, rdp = import_module("dp_accounting"), import_module("dp_accounting.rdp")
+    except ImportError as error:
+        raise NestfedError("run.noise needs an accountant: pip install 'nestfed[privacy]'.") from error
+    event = library.GaussianDpEvent(noise)
+    sampled = event if rate >= 1 else library.PoissonSampledDpEvent(rate, event)
+    accountant = rdp.RdpAccountant()
+    talk = logging.getLogger("absl")
+    level = talk.level
+    talk.setLevel(logging.ERROR)  # it tells of every Rényi order that it leaves out, which only makes ε larger
+    try:
+        accountant.compose(sampled, rounds)
+        found = float(accountant.get_epsilon(delta))
+    finally:
+        talk.setLevel(level)
+    return found if math.isfinite(found) else float("inf")

@@ -1,0 +1,358 @@
+"""From the directories of runs to the page of a report. All of it is read from records; nothing is run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from nestfed.core import NestfedError
+from nestfed.engine.record import read
+from nestfed.engine.sync import Record
+from nestfed.report.page import Cell, Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table
+
+if TYPE_CHECKING:
+    from nestfed.running import Outcome
+
+History = Sequence[Record]
+COSTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_down", "seconds")
+TRAINING = ("loss", "drift")
+_FALLING = ("loss", "drift", "log_loss", "perplexity", "mse")
+
+
+def page_of_run(directory: Path, title: str = "") -> Page:
+    """Return the page of one run, finished or not."""
+    settings, history = _settings(directory), read(directory / "record.jsonl")
+    if not history:
+        raise NestfedError(f"{directory} holds no rounds yet; run it first.")
+    method, metrics, end = settings["algorithm"]["name"], _metrics([history], settings), history[-1]
+    kinds = {"test": "", "validation": "val_"}
+    curves = []
+    for metric in metrics:
+        named = {kind: series_of(kind, [history], prefix + metric) for kind, prefix in kinds.items()}
+        curves.append(Curve(metric, [s for s in named.values() if s is not None]))
+    training = [(name, series_of("training", [history], name)) for name in TRAINING]
+    curves += [Curve(name, [series]) for name, series in training if series is not None]
+    finals = [[metric, *(_number(_last(history, prefix + metric)) for prefix in kinds.values())] for metric in metrics]
+    done = "" if (directory / "finished.json").exists() else f", unfinished: {settings['run']['rounds']} were asked for"
+    summary = (
+        f"{end['round']} rounds{done}; {end['examples']:,} examples, {_size(_sent(end))} sent, {end['seconds']:.3g} s."
+    )
+    return Page(
+        title or f"{method} on {_subject(settings)}",
+        summary,
+        tables=[Table("Final values", ["metric", *kinds], finals)] if finals else [],
+        curves=[Curves("Curves", curves)] if curves else [],
+        figures=_score_figures({method: directory}),
+        images=_pictures([directory]),
+        facts=_facts({method: settings}, [settings["run"]["seed"]], [directory]),
+        settings=settings,
+    )
+
+
+def page_of_comparison(
+    directory: Path,
+    metric: str,
+    outcomes: Sequence[Outcome],
+    *,
+    title: str = "",
+    published: Mapping[str, float] | None = None,
+    targets: Sequence[float] = (),
+    claims: Sequence[Claim] = (),
+) -> Page:
+    """Return the page of what `nestfed.running.compare` left in a directory.
+
+    `published` are values by method; `targets` are those whose cost is told, by default the worst method's final one.
+    """
+    first: dict[str, Path] = {}
+    seeds: list[int] = []
+    for outcome in outcomes:
+        places = sorted((directory / outcome.method).glob("seed-*"), key=lambda p: int(p.name.partition("-")[2]))
+        if not places:
+            raise NestfedError(f"{directory} holds no runs of {outcome.method}.")
+        first[outcome.method] = places[0]
+        seeds = sorted({*seeds, *(_settings(p)["run"]["seed"] for p in places[: len(outcome.histories)])})
+    runs = {o.method: o.histories for o in outcomes}
+    settings = {method: _settings(place) for method, place in first.items()}
+    finals = {method: _finals(histories, metric) for method, histories in runs.items()}
+    better = min if falls(metric) else max
+    worse = max if falls(metric) else min
+    best = better(finals, key=lambda m: fmean(finals[m]))
+    targets = targets or [worse(fmean(values) for values in finals.values())]
+    tuned: dict[str, dict[str, Cell]] = {
+        "trials": {o.method: o.trials for o in outcomes},
+        "tuned to": {o.method: ", ".join(f"{k.split('.')[-1]} = {v}" for k, v in o.chosen.items()) for o in outcomes},
+    }
+    tables = [final_table(runs, metric, published or {}, tuned if any(o.trials for o in outcomes) else {})]
+    tables += [target_table(runs, metric, target) for target in targets]
+    extreme = "Lowest" if falls(metric) else "Highest"
+    summary = f"{extreme} mean {metric}: {best}, {spread(finals[best])} over {_count(len(seeds), 'seed')}."
+    everything = [h for histories in runs.values() for h in histories]
+    names = [metric, *(m for m in _metrics(everything, next(iter(settings.values()))) if m != metric), *TRAINING]
+    return Page(
+        title or f"{_count(len(outcomes), 'method')} on {_one(_subject(s) for s in settings.values())}",
+        summary,
+        claims,
+        tables,
+        [curves_of_runs(runs, names)],
+        _score_figures(first),
+        _pictures(first.values()),
+        _facts(settings, seeds, list(first.values())),
+        _differences(settings),
+    )
+
+
+# ----------------------------------------------------------------------------------- pieces, for other pages too
+
+
+def series_of(name: str, histories: Sequence[History], metric: str) -> Series | None:
+    """Return a metric's curve: means over seeds at the rounds that all of them evaluated; None if there is none."""
+    rows = [{r["round"]: r for r in history if r.get(metric) is not None} for history in histories]
+    shared = sorted(set.intersection(*(set(by_round) for by_round in rows))) if rows else []
+    if not shared:
+        return None
+    at = {
+        "round": [float(r) for r in shared],
+        "examples": [fmean(one[r]["examples"] for one in rows) for r in shared],
+        "bytes": [fmean(_sent(one[r]) for one in rows) for r in shared],
+        "seconds": [fmean(one[r]["seconds"] for one in rows) for r in shared],
+    }
+    seeds = [[float(one[r][metric]) for r in shared] for one in rows]
+    mean = [fmean(values) for values in zip(*seeds)]
+    if len(seeds) == 1:
+        return Series(name, at, mean)
+    return Series(name, at, mean, [stdev(values) for values in zip(*seeds)], seeds)
+
+
+def curves_of_runs(runs: Mapping[str, Sequence[History]], metrics: Sequence[str], title: str = "Curves") -> Curves:
+    """Return the curves of several metrics, one series per method; the first metric is drawn large."""
+    curves = []
+    for metric in metrics:
+        found = [series_of(method, histories, metric) for method, histories in runs.items()]
+        if any(found):
+            curves.append(Curve(metric, [s for s in found if s is not None]))
+    several = any(len(histories) > 1 for histories in runs.values())
+    note = "Lines are means over seeds, bands one standard deviation to either side. " if several else ""
+    if any(c.metric == "loss" for c in curves):
+        note += "The loss is each method's own objective, so it is not comparable between objectives."
+    return Curves(title, curves, note.strip())
+
+
+def final_table(
+    runs: Mapping[str, Sequence[History]],
+    metric: str,
+    published: Mapping[str, float] | None = None,
+    more: Mapping[str, Mapping[str, Cell]] | None = None,
+    title: str = "",
+) -> Table:
+    """Return final values and total costs per method, the published value and the difference beside; `more` columns."""
+    published, more = published or {}, more or {}
+    columns = ["method", metric, *(["published", "difference"] if published else [])]
+    columns += ["rounds", "examples", "sent", "seconds", *more]
+    means = {method: fmean(_finals(histories, metric)) for method, histories in runs.items()}
+    extreme = (min if falls(metric) else max)(means.values())
+    rows: list[list[Cell]] = []
+    for method, histories in runs.items():
+        ends = [history[-1] for history in histories]
+        row: list[Cell] = [method, spread(_finals(histories, metric))]
+        if published:
+            known = published.get(method)
+            row += [None, None] if known is None else [f"{known:.4f}", _signed(means[method] - known)]
+        row += [
+            spread([e["round"] for e in ends], _whole),
+            spread([e["examples"] for e in ends], _whole),
+            spread([_sent(e) for e in ends], _size),
+            spread([e["seconds"] for e in ends], _seconds),
+        ]
+        rows.append([*row, *(values.get(method) for values in more.values())])
+    counts = {len(histories) for histories in runs.values()}
+    seeds = "–".join(str(c) for c in sorted({min(counts), max(counts)}))
+    note = f"Mean ± standard deviation over {seeds} seeds." if max(counts) > 1 else "One seed."
+    best = [i for i, method in enumerate(runs) if means[method] == extreme]
+    return Table(title or "Final values on test data", columns, rows, note, best if len(runs) > 1 else ())
+
+
+def target_table(runs: Mapping[str, Sequence[History]], metric: str, target: float, title: str = "") -> Table:
+    """Return what each method needed to reach a value: rounds, examples, bytes, seconds, and how many seeds did."""
+    rows: list[list[Cell]] = []
+    for method, histories in runs.items():
+        hits = [hit for history in histories if (hit := reached(history, metric, target)) is not None]
+        row: list[Cell] = [method, None, None, None, None]
+        if hits:
+            row[1:] = [
+                spread([h["round"] for h in hits], _whole),
+                spread([h["examples"] for h in hits], _whole),
+                spread([_sent(h) for h in hits], _size),
+                spread([h["seconds"] for h in hits], _seconds),
+            ]
+        rows.append([*row, f"{len(hits)} of {len(histories)}"])
+    note = "Up to each seed's first evaluation that reached it. Seeds says how many did; means are over those."
+    columns = ["method", "rounds", "examples", "sent", "seconds", "seeds"]
+    return Table(title or f"Needed to reach {metric} {_number(target)}", columns, rows, note)
+
+
+def reached(history: History, metric: str, target: float) -> Record | None:
+    """Return the first record whose metric is at least as good as the target."""
+    falling = falls(metric)
+    known = (r for r in history if r.get(metric) is not None)
+    return next((r for r in known if (r[metric] <= target if falling else r[metric] >= target)), None)
+
+
+def falls(metric: str) -> bool:
+    """Tell whether less is better, by the metric's name."""
+    name = metric.removeprefix("val_")
+    return name in _FALLING or name.endswith(("_error", "_norm", "_loss"))
+
+
+def spread(values: Sequence[float], form: Callable[[float], str] = lambda v: f"{v:.4f}") -> str:
+    """Return mean ± sample deviation as text; a deviation of nothing is not told."""
+    mean = form(fmean(values))
+    return mean if len(values) < 2 or len(set(values)) == 1 else f"{mean} ± {form(stdev(values))}"
+
+
+# ---------------------------------------------------------------------------------------------- what was run
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((directory / "experiment.json").read_text(encoding="utf-8"))
+        return found
+    except FileNotFoundError:
+        raise NestfedError(f"{directory} holds no run: it has no experiment.json.") from None
+    except ValueError as error:
+        raise NestfedError(f"{directory / 'experiment.json'} cannot be read: {error}.") from error
+
+
+def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: Sequence[Path]) -> dict[str, str]:
+    tables = list(runs.values())
+    facts = {
+        "Data": _one(t["data"]["name"] or t["data"].get("file") or "made by the problem itself" for t in tables),
+        "Clients": _one(f"{t['partition']['clients']}, split {t['partition']['kind']}" for t in tables),
+        "Model": _one(t["model"]["name"] for t in tables),
+        "Problem": _one(t["problem"]["name"] for t in tables),
+        "Methods" if len(runs) > 1 else "Method": ", ".join(runs)
+        if len(runs) > 1
+        else ", ".join(f"{k} = {v}" if k != "name" else str(v) for k, v in _name_first(tables[0]["algorithm"])),
+        "Training": _one(f"{t['run']['rounds']} rounds of {t['run']['q']} local steps" for t in tables),
+        "Seeds": ", ".join(map(str, seeds)),
+    }
+    told = [json.loads(p.read_text(encoding="utf-8")) for place in places if (p := place / "machine.json").exists()]
+    facts["Versions"] = _one(t["versions"] for t in told) or "not recorded"
+    facts["Machine"] = _one(t["machine"] for t in told) or "not recorded"
+    return facts
+
+
+def _subject(settings: Mapping[str, Any]) -> str:
+    return str(settings["data"]["name"] or settings["problem"]["name"])
+
+
+def _name_first(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(table.items(), key=lambda item: item[0] != "name")
+
+
+def _one(texts: Any) -> str:
+    """Return the texts that differ, once each."""
+    return "; ".join(dict.fromkeys(t for t in texts if t))
+
+
+def _differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return settings by table: first what all methods share, then what is a method's own."""
+    shown: dict[str, dict[str, Any]] = {}
+    for section in next(iter(runs.values())):
+        tables = {method: settings[section] for method, settings in runs.items()}
+        keys = list(dict.fromkeys(key for table in tables.values() for key in table))
+        missing = object()
+        same = [
+            k for k in keys if len({json.dumps(t.get(k, str(missing)), sort_keys=True) for t in tables.values()}) == 1
+        ]
+        if same:
+            shown[section] = {k: next(iter(tables.values()))[k] for k in same}
+        for method, table in tables.items():
+            if own := {k: v for k, v in _name_first(table) if k not in same}:
+                shown[f"{section} of {method}"] = own
+    return shown
+
+
+def _metrics(histories: Sequence[History], settings: Mapping[str, Any]) -> list[str]:
+    """Return the test metrics of records, the one that decides first."""
+    keys = dict.fromkeys(k for history in histories for record in history for k, v in record.items() if v is not None)
+    found = [k for k in keys if k not in COSTS and k not in TRAINING and not k.startswith("val_")]
+    found = [k for k in found if k.removesuffix("_error") not in found or not k.endswith("_error")]  # certainties
+    return sorted(found, key=lambda k: k != settings["run"]["metric"])
+
+
+def _score_figures(places: Mapping[str, Path]) -> list[Figure]:
+    """Return ROC and precision-recall curves of runs that kept them."""
+    kept = {
+        name: json.loads((place / "roc.json").read_text(encoding="utf-8"))
+        for name, place in places.items()
+        if (place / "roc.json").exists()
+    }
+    if not kept:
+        return []
+    share = fmean(k["positives"] / (k["positives"] + k["negatives"]) for k in kept.values())
+    note = f"Of the final model on test data{', first seed' if len(places) > 1 else ''}."
+    figures = []
+    for title, curve, area, x, y, chance in (
+        ("ROC curve", "roc", "auroc", "false positive rate", "true positive rate", (0.0, 1.0)),
+        ("Precision-recall curve", "pr", "ap", "recall", "precision", (share, share)),
+    ):
+        lines = [Line(f"{name} ({area} {k[area]:.4f})", k[curve]["x"], k[curve]["y"]) for name, k in kept.items()]
+        figures.append(Figure(title, x, y, [*lines, Line("chance", (0.0, 1.0), chance, "dashed")], note, unit=True))
+    return figures
+
+
+def _pictures(places: Any) -> list[Image]:
+    """Return the picture of who holds what, which is the same for all methods of a comparison."""
+    path = next((p for place in places if (p := place / "clients.png").exists()), None)
+    alt = "One bar per client, as long as its number of examples and coloured by class."
+    return [Image("Who holds what", path.read_bytes(), alt)] if path else []
+
+
+# ------------------------------------------------------------------------------------------------- numbers
+
+
+def _finals(histories: Sequence[History], metric: str) -> list[float]:
+    values = [_last(history, metric) for history in histories]
+    if not values or None in values:
+        raise NestfedError(f"The records hold no {metric!r}.")
+    return [v for v in values if v is not None]
+
+
+def _last(history: History, metric: str) -> float | None:
+    return next((float(r[metric]) for r in reversed(history) if r.get(metric) is not None), None)
+
+
+def _sent(record: Record) -> int:
+    return int(record["bytes_up"] + record["bytes_down"])
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−") if round(value, 4) else "0.0000"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,432 @@
+"""A figure or table of a paper with one command: runs, records, verdicts on the claims, a report."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from nestfed.core import NestfedError
+from nestfed.engine.record import read as read_record
+from nestfed.engine.sync import Record
+from nestfed.experiment import Experiment
+from nestfed.report.machine import describe
+from nestfed.reproductions.base import (
+    BUDGETS,
+    Budget,
+    Case,
+    Evidence,
+    Reproduction,
+    Run,
+    Verdict,
+    Workshop,
+    reached,
+    spread,
+)
+from nestfed.running import Outcome, compare
+from nestfed.tuning import number, pauses, search_space
+
+if TYPE_CHECKING:
+    from nestfed.report.page import Curves, Page
+
+CORES = 2
+"""The machine that times are told for."""
+START = 4.0
+"""Processor seconds until a process has loaded torch and its data."""
+
+
+def find(name: str) -> Reproduction:
+    """Return a reproduction by its name."""
+    from nestfed.reproductions.papers import REPRODUCTIONS
+
+    if name not in REPRODUCTIONS:
+        near = difflib.get_close_matches(name, REPRODUCTIONS, 1, 0.4)
+        hint = f"did you mean {near[0]}?" if near else "`nestfed reproduce --list` shows them."
+        raise NestfedError(f"There is no reproduction {name!r}; {hint}")
+    return REPRODUCTIONS[name]
+
+
+def reproduce(
+    name: str,
+    budget: str = "standard",
+    seeds: int = 0,
+    out: Path = Path("runs/reproduce"),
+    *,
+    only: Sequence[str] = (),
+    workers: int | None = None,
+    tell: Callable[[str], None] = lambda sentence: None,
+) -> tuple[Evidence, Path]:
+    """Carry out a reproduction, or what of it is not done yet; return what was found, and where it is.
+
+    Runs are in `out`/runs, where figures and tables that need the same ones share them. `only` names cases.
+    """
+    found = find(name)
+    amount = found.at(budget, seeds)
+    if only:
+        amount = replace(amount, cases=tuple(only))
+    place = out / f"{name}-{budget}"
+    place.mkdir(parents=True, exist_ok=True)
+    runs: list[Run] = []
+    folders: dict[str, Path] = {}
+    pages: dict[str, Page] = {}
+    experiments: dict[str, Experiment] = {}
+    for case in found.chosen(amount):
+        experiment = case.build(amount)
+        folder = out / "runs" / f"{case.experiment}-{_digest(experiment, amount, case)}"
+        folders[case.data], experiments[case.data] = folder, experiment
+
+        def told(sentence: str, data: str = case.data) -> None:
+            tell(f"{data}: {sentence}")
+
+        metric, outcomes = _carry_out(case, experiment, amount, folder, workers, told)
+        runs += _records(case, outcomes, metric)
+        _draw(case, outcomes, metric, place)
+        pages[case.data] = _single(case, folder, metric, outcomes)
+    numbers: dict[str, Any] = {}
+    if found.produce is not None:
+        tell("figures")
+        numbers = found.produce(Workshop(place, budget, folders, experiments))
+    spent = {data: sum(map(_seconds, folder.rglob("record.jsonl"))) for data, folder in folders.items()}
+    meta = {**describe(), "seconds": spent, "seeds": amount.seeds, "departs": amount.departs, "folders": {}}
+    meta["folders"] = {data: str(folder.relative_to(out)) for data, folder in folders.items()}
+    evidence = Evidence(name, budget, runs, numbers, meta)
+    evidence.write(place / "records.jsonl")
+    report(evidence, place, pages)
+    return evidence, place
+
+
+def _digest(experiment: Experiment, budget: Budget, case: Case) -> str:
+    """Return a short name of all that decides the runs of a case, but for the number of seeds."""
+    told = [experiment.resolved(), experiment.methods, budget.trials, case.splits]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _carry_out(
+    case: Case,
+    experiment: Experiment,
+    budget: Budget,
+    folder: Path,
+    workers: int | None,
+    tell: Callable[[str], None],
+) -> tuple[str, list[Outcome]]:
+    names = list(experiment.methods)
+    how: dict[str, Any] = {"trials": budget.trials, "stopping": True, "workers": workers, "tell": tell}
+    if not case.splits:
+        return compare(experiment, names, budget.seeds, folder, **how)
+    metric, merged = "", {name: Outcome(name, {}, 0, []) for name in names}
+    for s in range(budget.seeds):
+        split = experiment.with_overrides({"data.split": s, "run.seed": s})
+        place = folder / f"split-{s}"
+        metric, outcomes = compare(split, names, 1, place, **how)
+        for o in outcomes:
+            merged[o.method] = replace(o, histories=[*merged[o.method].histories, *o.histories])
+    return metric, list(merged.values())
+
+
+def _records(case: Case, outcomes: Sequence[Outcome], metric: str) -> list[Run]:
+    return [
+        Run.of(h, metric, data=case.data, method=o.method, seed=s, chosen=dict(o.chosen), trials=o.trials)
+        for o in outcomes
+        for s, h in enumerate(o.histories)
+    ]
+
+
+def _draw(case: Case, outcomes: Sequence[Outcome], metric: str, place: Path) -> None:
+    from nestfed.report.plot import curves
+
+    curves({o.method: o.histories for o in outcomes}, metric, place / f"{slug(case.data)}.png", case.data)
+
+
+def _single(case: Case, folder: Path, metric: str, outcomes: Sequence[Outcome]) -> Page:
+    """Return the report of one comparison; of several test sets the first."""
+    from nestfed.report.summary import page_of_comparison
+
+    if case.splits:
+        folder, outcomes = folder / "split-0", [replace(o, histories=o.histories[:1]) for o in outcomes]
+    return page_of_comparison(folder, metric, outcomes)
+
+
+def slug(text: str) -> str:
+    """Return a name for a file."""
+    return "-".join("".join(c if c.isalnum() or c == "." else " " for c in text.lower()).split())
+
+
+def _seconds(record: Path) -> float:
+    rows = read_record(record)
+    return float(rows[-1]["seconds"]) if rows else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What was found, in words and tables
+
+
+def verdicts(evidence: Evidence) -> list[tuple[str, Verdict]]:
+    """Return every claim of a reproduction with what became of it."""
+    return [(claim.text, claim.verdict(evidence)) for claim in find(evidence.name).claims]
+
+
+def published(evidence: Evidence, data: str) -> tuple[Mapping[str, float], float | None]:
+    """Return what the paper gives for a case, and the higher target."""
+    case = next((c for c in find(evidence.name).cases if c.data == data), None)
+    return (case.published, case.higher) if case else ({}, None)
+
+
+def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
+    """Return a case's table: for every method the outcome, the published value, and what targets cost.
+
+    Where nothing was published the target is the lowest of the methods' final means, which all of them reach.
+    """
+    values, higher = published(evidence, data)
+    methods = evidence.methods(data)
+    means = {m: fmean(evidence.finals(data, m)) for m in methods}
+    also = find(evidence.name).also
+    table = []
+    for method in methods:
+        runs = evidence.of(data, method)
+        finals = [r.final for r in runs]
+        known = values.get(method)
+        others = {k: [r.also[k] for r in runs if k in r.also] for k in also}
+        table.append(
+            {
+                "method": method,
+                "metric": runs[0].metric,
+                "mean": means[method],
+                "sd": None if math.isnan(spread(finals)) else spread(finals),
+                "seeds": len(runs),
+                "published": known,
+                "difference": None if known is None else means[method] - known,
+                "rounds": runs[0].curve[-1].round,
+                "trials": runs[0].trials,
+                "chosen": dict(runs[0].chosen),
+                "to_published": reached(runs, min(means.values()) if known is None else known),
+                "to_higher": None if higher is None else reached(runs, higher),
+                "also": {k: {"mean": fmean(v), "sd": spread(v)} for k, v in others.items() if v},
+                "finals": finals,
+            }
+        )
+    return table
+
+
+def cost(found: Mapping[str, Any] | None, what: str) -> str:
+    """Return what a target cost, as text: mean ± deviation, and how many seeds reached it if not all."""
+    if found is None:
+        return ""
+    if not found["reached"]:
+        return "–"
+    value = found[what]
+    show = count if what == "round" else (size if what == "bytes" else lambda v: f"{v:,.0f}")
+    text = show(value["mean"]) + (f" ± {show(value['sd'])}" if value["sd"] else "")
+    return text if found["reached"] == found["seeds"] else f"{text} ({found['reached']} of {found['seeds']})"
+
+
+def count(value: float) -> str:
+    """Return a number of rounds."""
+    return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
+
+
+def size(value: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def cells(row: Mapping[str, Any], evidence: Evidence, data: str) -> list[str]:
+    """Return a row of a case's table as text, under `header`."""
+    _, higher = published(evidence, data)
+    spreads = "" if row["sd"] is None else f" ± {row['sd']:.4f}"
+    known = "" if row["published"] is None else f"{row['published']:.4f}"
+    difference = "" if row["difference"] is None else f"{row['difference']:+.4f}".replace("-", "−")
+    extra = [f"{v['mean']:.4f}" + ("" if math.isnan(v["sd"]) else f" ± {v['sd']:.4f}") for v in row["also"].values()]
+    first = [cost(row["to_published"], what) for what in ("round", "examples", "bytes")]
+    second = [cost(row["to_higher"], what) for what in ("round", "examples", "bytes")] if higher is not None else []
+    tuned = ", ".join(f"{k.split('.')[-1]} {v}" for k, v in row["chosen"].items())
+    return [
+        row["method"],
+        f"{row['mean']:.4f}{spreads}",
+        *([known, difference] if published(evidence, data)[0] else []),
+        *extra,
+        *first,
+        *second,
+        str(row["trials"]),
+        tuned,
+    ]
+
+
+def header(evidence: Evidence, data: str) -> list[str]:
+    """Return the columns of a case's table."""
+    values, higher = published(evidence, data)
+    table = rows(evidence, data)
+    target = "its published value" if values else f"{table[0]['to_published']['target']:.4f}"
+    above = [f"{what} to {higher:g}" for what in ("rounds", "examples", "bytes")] if higher is not None else []
+    return [
+        "method",
+        f"{table[0]['metric']} on test",
+        *(["published", "difference"] if values else []),
+        *table[0]["also"],
+        *(f"{what} to {target}" for what in ("rounds", "examples", "bytes")),
+        *above,
+        "trials",
+        "tuned to",
+    ]
+
+
+def report(evidence: Evidence, place: Path, pages: Mapping[str, Page] | None = None) -> Path:
+    """Write report.html from the records; `pages` are those of the single comparisons, for their figures."""
+    from nestfed.report.html import write
+
+    return write(page(evidence, place, pages or {}), place / "report.html")
+
+
+def page(evidence: Evidence, place: Path, pages: Mapping[str, Page]) -> Page:
+    """Return the report as data."""
+    from nestfed.report.page import Claim, Image, Page, Table
+
+    found, several = find(evidence.name), len(evidence.data()) > 1
+    tables, blocks, shown = [], [], []
+    for data in evidence.data():
+        table = rows(evidence, data)
+        best = max(range(len(table)), key=lambda i: table[i]["mean"])
+        texts = [cells(row, evidence, data) for row in table]
+        tables.append(Table(data, header(evidence, data), texts, _note(table), [best]))
+        blocks.append(_curves(evidence, data))
+    for name in evidence.numbers.get("figures", ()):
+        shown.append(Image(name.removesuffix(".png"), (place / name).read_bytes(), f"{found.title} ({name})"))
+    drawn = []
+    for data, one in pages.items():
+        prefix = f"{data}: " if several else ""
+        drawn += [replace(figure, title=prefix + figure.title) for figure in one.figures]
+        shown += [replace(image, title=prefix + image.title) for image in one.images]
+    meta = evidence.meta
+    facts = {
+        "reproduction": f"{evidence.name}, budget {evidence.budget}",
+        "seeds": str(meta["seeds"]) if evidence.runs else "",
+        "differs from the paper": meta["departs"],
+        "time": ", ".join(f"{d} {s / 60:.1f} minutes of rounds" for d, s in meta["seconds"].items()),
+        "versions": meta["versions"],
+        "machine": meta["machine"],
+    }
+    return Page(
+        f"{evidence.name}: {found.title}",
+        summary(evidence),
+        [Claim(text, v.outcome, v.figures) for text, v in verdicts(evidence)],  # type: ignore[arg-type]
+        tables,
+        blocks,
+        drawn,
+        shown,
+        {k: v for k, v in facts.items() if v},
+    )
+
+
+def _note(table: Sequence[Mapping[str, Any]]) -> str:
+    row = table[0]
+    return (
+        f"Mean ± standard deviation over {row['seeds']} seeds after {row['rounds']} rounds. Costs are those of the first "
+        "evaluation at which a seed had reached the target, of all clients together; – means that none did."
+    )
+
+
+def _curves(evidence: Evidence, data: str) -> Curves:
+    from nestfed.report.summary import curves_of_runs
+
+    histories: dict[str, list[list[Record]]] = {}
+    for run in (r for r in evidence.runs if r.data == data):
+        lines: list[Record] = [
+            {
+                "round": p.round,
+                "examples": p.examples,
+                "bytes_up": p.bytes,
+                "bytes_down": 0,
+                "seconds": p.seconds,
+                "loss": p.loss,
+                run.metric: p.value,
+            }
+            for p in run.curve
+        ]
+        histories.setdefault(run.method, []).append(lines)
+        metric = run.metric
+    return curves_of_runs(histories, [metric, "loss"], data)
+
+
+def summary(evidence: Evidence) -> str:
+    """Return one sentence on the claims."""
+    outcomes = [v.outcome for _, v in verdicts(evidence)]
+    told = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(outcomes)]
+    return f"Budget {evidence.budget}; {len(outcomes)} claims: {', '.join(told)}."
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What it needs
+
+
+def minutes(found: Reproduction, budget: str) -> float:
+    """Estimate a budget's minutes on two cores, tuning included, from measured seconds per round and evaluation."""
+    from nestfed.reproductions.papers import COSTS, TWICE
+
+    amount = found.at(budget)
+    total = amount.minutes * 60 * CORES
+    for case in found.chosen(amount):
+        experiment = case.build(amount)
+        price = COSTS[amount.swap.get(case.experiment, case.experiment)]
+        for name in experiment.methods:
+            run = experiment.for_method(name).run
+            times = 2.0 if name in TWICE else 1.0
+            trained, processes = _trial_rounds(experiment, name, amount.trials)
+            if case.splits:
+                trained, processes = trained * amount.seeds, processes * amount.seeds
+            trained += amount.seeds * run.rounds
+            judged = trained / run.every + amount.seeds
+            share = experiment.problem.test_tasks / 600 if experiment.problem.name in ("omniglot", "sine") else 1.0
+            total += trained * price.round * times * amount.factor + judged * price.evaluation * share
+            total += (processes + amount.seeds) * START
+    return total / 60 / CORES
+
+
+def _trial_rounds(experiment: Experiment, method: str, trials: int) -> tuple[float, int]:
+    """Return how many rounds all trials of a method take together, and how many processes."""
+    space = search_space(experiment, method)
+    if all(d.single() for d in space.values()):
+        return 0.0, 0
+    start = number(space, trials)
+    run = experiment.for_method(method).run
+    stops = [*pauses(run.rounds, run.every), run.rounds]
+    done, total, processes = 0, 0.0, 0
+    for i, stop in enumerate(stops):
+        alive = math.ceil(start / 2**i)
+        total += alive * (stop - done)
+        processes += alive if stop > done else 0
+        done = stop
+    return total, processes
+
+
+def listing() -> list[list[str]]:
+    """Return a row for every reproduction: name, what it is, data, time at each budget, memory."""
+    from nestfed.reproductions.papers import REPRODUCTIONS
+
+    table = []
+    for found in REPRODUCTIONS.values():
+        memory = " / ".join(f"{found.budgets[budget].memory:g}" for budget in BUDGETS)
+        table.append(
+            [
+                found.name,
+                found.title,
+                ", ".join(found.needs) or "none",
+                *(_time(minutes(found, budget)) for budget in BUDGETS),
+                f"{memory} GB",
+            ]
+        )
+    return table
+
+
+def _time(value: float) -> str:
+    if value < 90:
+        return f"{max(1, round(value))} min"
+    return f"{value / 60:.0f} h" if value < 60 * 72 else f"{value / 60 / 24:.0f} days"

@@ -1,0 +1,547 @@
+"""One table of what the papers ran, published and claimed, and of how much of it each budget runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nestfed.reproductions import claims, figures
+from nestfed.reproductions.base import Budget, Case, Claim, Reproduction
+
+
+class Cost(NamedTuple):
+    """Processor seconds, measured on one core of the machine that docs/results.md names."""
+
+    round: float
+    """One round of a method that evaluates each batch once."""
+    evaluation: float
+
+
+COSTS: Mapping[str, Cost] = {
+    "fcsg-figure1": Cost(0.45, 0.01),
+    "fcsg-table2-mnist": Cost(2.0, 6.5),
+    "fcsg-table2-cifar10": Cost(5.0, 8.5),
+    "fmgda-table2-fashion": Cost(1.3, 2.9),
+    "fmgda-table2-cifar10": Cost(4.2, 8.5),
+    "tiny-imagenet-auroc": Cost(232.0, 20.0),
+    "fafed-table2-fashion-low": Cost(1.1, 1.0),
+    "fafed-table2-fashion-moderate": Cost(1.5, 1.0),
+    "fafed-table2-fashion-high": Cost(1.1, 1.0),
+    "fafed-table2-mnist-low": Cost(2.3, 4.4),
+    "fafed-table2-mnist-moderate": Cost(3.5, 4.4),
+    "fafed-table2-mnist-high": Cost(3.2, 4.4),
+    "fafed-table2-cifar10-low": Cost(2.9, 6.8),
+    "fafed-table2-cifar10-moderate": Cost(5.5, 6.8),
+    "fafed-table2-cifar10-high": Cost(5.5, 6.8),
+    "sine": Cost(0.08, 0.6),
+    "omniglot-1shot": Cost(2.7, 24.0),
+    "omniglot-5shot": Cost(4.5, 52.0),
+    "omniglot-alphabets": Cost(3.4, 38.0),
+    "wikitext-small": Cost(3.0, 0.8),
+    "wikitext-full": Cost(640.0, 300.0),
+    "eicu": Cost(0.2, 0.2),
+    "heart-disease": Cost(0.1, 0.1),
+}
+TWICE = frozenset({"acc-fcsg-m", "fmgda", "stem", "fafed"})
+"""Methods that evaluate every batch at two points."""
+
+FCSG = ("fcsg", "fcsg-m", "acc-fcsg-m")
+SHORT: Mapping[str, Any] = {"run.rounds": 2, "run.q": 2, "run.every": 2, "partition.clients": 4}
+"""What the quick budget makes of an image experiment."""
+
+
+def _training_claims(data: str, published: Mapping[str, float]) -> list[Claim]:
+    return [
+        Claim(f"{data}: every method ends at least at its published value", claims.reaches(data, published)),
+        Claim(f"{data}: the methods come in the published order", claims.order(data, published)),
+    ]
+
+
+# --- Federated Conditional Stochastic Optimization ---
+
+RATIOS, MS = (1.0, 1.5, 2.0), (1, 10, 100)
+NOISE = tuple(
+    Case(claims.noise_label(ratio, m), "fcsg-figure1", {"problem.ratio": ratio, "problem.inner": m})
+    for ratio in RATIOS
+    for m in MS
+)
+AP = {
+    "MNIST": {"fedavg": 0.9357, "coda-plus": 0.9733, "fcsg": 0.9868, "fcsg-m": 0.9878, "acc-fcsg-m": 0.9879},
+    "CIFAR-10": {"fedavg": 0.5059, "coda-plus": 0.6039, "fcsg": 0.7130, "fcsg-m": 0.7157, "acc-fcsg-m": 0.7184},
+}
+OMNIGLOT_SMALL: Mapping[str, Any] = {"problem.tasks": 1, "run.participation": 4, "problem.clip": 1.0}
+
+
+def _omniglot(name: str, experiment: str, title: str, data: str, rounds: int, seeds: int) -> Reproduction:
+    return Reproduction(
+        name,
+        title,
+        {
+            "quick": Budget(
+                seeds=2,
+                trials=1,
+                changes={
+                    **OMNIGLOT_SMALL,
+                    "run.rounds": 1,
+                    "run.q": 1,
+                    "run.every": 1,
+                    "run.participation": 2,
+                    "problem.test_tasks": 8,
+                    "problem.queries": 5,
+                },
+                factor=0.05,
+                departs="One round of one iteration, 2 of 16 clients, 8 test tasks: a rehearsal.",
+            ),
+            "standard": Budget(
+                seeds=seeds,
+                trials=3,
+                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "run.every": rounds // 2},
+                memory=2.0,
+                departs=f"{rounds} rounds; 4 of the 16 clients take part in a round, with one task an iteration; gradients "
+                "clipped at 1; 3 trials of each grid.",
+            ),
+            "full": Budget(seeds=3, factor=20.0, memory=4.0),
+        },
+        claims=[
+            Claim(
+                "The FCSG family is well ahead of Local-SCGD and Local-SCGDM",
+                claims.ahead([data], FCSG, ("local-scgd", "local-scgdm")),
+            ),
+        ],
+        cases=[Case(data, experiment)],
+        needs=("omniglot",),
+    )
+
+
+FCSG_PAPER = [
+    Reproduction(
+        "fcsg-figure1",
+        "Invariant logistic regression: accuracy for noise ratios 1, 1.5, 2 and inner batches 1, 10, 100",
+        {
+            "quick": Budget(
+                seeds=2,
+                trials=2,
+                changes={"run.rounds": 4, "run.q": 5, "run.every": 1},
+                factor=0.1,
+                departs="4 rounds of 5 iterations: a rehearsal.",
+            ),
+            "standard": Budget(seeds=3, trials=5, changes={"run.rounds": 50}, departs="5 of 15 trials, 50 rounds."),
+            "full": Budget(seeds=5),
+        },
+        claims=[
+            Claim("A higher noise ratio needs a larger m", claims.needs_larger_m(RATIOS, MS, ("fcsg", "fcsg-m"))),
+            Claim(
+                "At m = 100 FCSG and FCSG-M are alike",
+                claims.alike([claims.noise_label(r, 100) for r in RATIOS], "fcsg", "fcsg-m", 0.01),
+            ),
+            Claim(
+                "At small m FCSG-M is steadier than FCSG",
+                claims.steadier([claims.noise_label(r, 1) for r in RATIOS], "fcsg-m", "fcsg"),
+            ),
+        ],
+        cases=NOISE,
+    ),
+    _omniglot("fcsg-figure2", "omniglot-1shot", "Omniglot 5-way 1-shot, federated MAML", "5-way 1-shot", 40, 3),
+    _omniglot("fcsg-figure3", "omniglot-5shot", "Omniglot 5-way 5-shot, federated MAML", "5-way 5-shot", 20, 2),
+    Reproduction(
+        "fcsg-table2",
+        "Average precision on MNIST and CIFAR-10 with a sixth of positives",
+        {
+            "quick": Budget(
+                seeds=2,
+                trials=2,
+                changes={**SHORT, "data.validation": 0.02},
+                factor=0.05,
+                departs="2 rounds of 2 iterations on 4 clients: a rehearsal.",
+            ),
+            "standard": Budget(
+                seeds=3,
+                trials=4,
+                changes={"run.rounds": 20, "run.every": 5},
+                memory=2.0,
+                departs="20 rounds; 4 of the 6 trials of each grid.",
+            ),
+            "full": Budget(seeds=5, changes={"run.rounds": 200}, memory=2.0),
+        },
+        claims=[
+            *(claim for data, published in AP.items() for claim in _training_claims(data, published)),
+            Claim(
+                "The FCSG family is ahead of CODA+ and of FedAvg",
+                claims.ahead(tuple(AP), FCSG, ("fedavg", "coda-plus")),
+            ),
+        ],
+        cases=[
+            Case("MNIST", "fcsg-table2-mnist", published=AP["MNIST"], higher=0.99),
+            Case("CIFAR-10", "fcsg-table2-cifar10", published=AP["CIFAR-10"], higher=0.75),
+        ],
+        needs=("mnist", "cifar-10"),
+        also=("auroc",),
+    ),
+]
+
+# --- On the Convergence of Federated Deep AUC Maximization ---
+
+AUROC = {
+    "Fashion-MNIST": {"coda": 0.9366, "momentum-local-sgda": 0.9369, "codasca": 0.9369, "fmgda": 0.9382},
+    "CIFAR-10": {"coda": 0.6009, "momentum-local-sgda": 0.6038, "codasca": 0.5608, "fmgda": 0.6093},
+    "Tiny-ImageNet": {"coda": 0.6864, "momentum-local-sgda": 0.6896, "codasca": 0.6791, "fmgda": 0.6905},
+}
+AUROC_CASES = (
+    Case("Fashion-MNIST", "fmgda-table2-fashion", published=AUROC["Fashion-MNIST"], higher=0.95),
+    Case("CIFAR-10", "fmgda-table2-cifar10", published=AUROC["CIFAR-10"], higher=0.65),
+    Case("Tiny-ImageNet", "tiny-imagenet-auroc", published=AUROC["Tiny-ImageNet"], higher=0.72),
+)
+AUROC_BUDGETS = {
+    "quick": Budget(
+        seeds=2,
+        trials=2,
+        changes={**SHORT, "data.validation": 0.02},
+        only_for={
+            "Tiny-ImageNet": {"run.rounds": 1, "run.q": 1, "run.every": 1, "problem.batch": 4, "data.limit": 200}
+        },
+        factor=0.05,
+        memory=3.0,
+        departs="2 rounds of 2 iterations on 4 clients (Tiny-ImageNet: one round, batches of 4): a rehearsal.",
+    ),
+    "standard": Budget(
+        seeds=3,
+        trials=4,
+        changes={"run.rounds": 20, "run.every": 5},
+        cases=("Fashion-MNIST", "CIFAR-10"),
+        memory=2.0,
+        departs="20 rounds; 4 of the 9 trials of each grid; no Tiny-ImageNet, a round of which takes minutes.",
+    ),
+    "full": Budget(
+        seeds=5,
+        changes={"run.rounds": 200},
+        memory=4.0,
+        departs="Tiny-ImageNet on the 20 of its 200 classes that are in the data.",
+    ),
+}
+AUROC_NEEDS = ("fashion-mnist", "cifar-10", "tiny-imagenet")
+FMGDA_PAPER = [
+    Reproduction(
+        "fmgda-figure1",
+        "The PL counter-example: a surface with a saddle far from the optimum",
+        {"quick": Budget(minutes=0.1), "standard": Budget(minutes=0.1), "full": Budget(minutes=0.1)},
+        claims=[
+            Claim("The surface has a saddle with zero gradient far from the optimum", claims.saddle, trains=False),
+            Claim("The PL inequality holds for no μ > 0", claims.no_mu, trains=False),
+        ],
+        produce=figures.surface,
+    ),
+    Reproduction(
+        "fmgda-table2",
+        "AUROC on Fashion-MNIST, CIFAR-10 and Tiny-ImageNet with a sixth of negatives",
+        AUROC_BUDGETS,
+        claims=[
+            *(claim for data, published in AUROC.items() for claim in _training_claims(data, published)),
+            *(
+                Claim(
+                    f"{data}: FMGDA has the highest AUROC",
+                    claims.ahead([data], ["fmgda"], [m for m in published if m != "fmgda"]),
+                )
+                for data, published in AUROC.items()
+            ),
+        ],
+        cases=AUROC_CASES,
+        needs=AUROC_NEEDS,
+        also=("ap",),
+    ),
+    Reproduction(
+        "fmgda-figure2",
+        "AUROC against rounds, on the runs of fmgda-table2",
+        AUROC_BUDGETS,
+        claims=[
+            Claim(f"{data}: FMGDA is first throughout training", claims.leads_throughout([data], "fmgda"))
+            for data in AUROC
+        ],
+        cases=AUROC_CASES,
+        needs=AUROC_NEEDS,
+    ),
+]
+
+# --- On the Convergence of Local SCGD with Momentum ---
+
+SINE, SINE_OTHERS = "sine waves", ("local-bsgd", "local-scgd", "local-moml")
+SINE_QUICK = Budget(
+    seeds=2,
+    changes={"run.rounds": 6, "run.every": 3, "problem.test_tasks": 60},
+    factor=2.0,
+    departs="6 rounds, 60 test tasks: a rehearsal.",
+)
+SINE_BUDGETS = {
+    "quick": SINE_QUICK,
+    "standard": Budget(seeds=5),
+    "full": Budget(seeds=10, changes={"run.rounds": 4000}),
+}
+SWEEP_BUDGETS = {**SINE_BUDGETS, "standard": Budget(seeds=5)}
+GAMMAS, PS, ALPHAS = (0.1, 0.3, 0.5, 0.7, 0.9), (1, 5, 10, 20), (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
+
+
+def _sweep(number: int, what: str, setting: str, values: tuple[Any, ...], found: list[Claim]) -> Reproduction:
+    return Reproduction(
+        f"scgdm-figure{number}",
+        f"Sine waves: Local-SCGDM with {what} varied",
+        SWEEP_BUDGETS,
+        claims=found,
+        cases=[Case(SINE, "sine", sweep=("local-scgdm", setting, values))],
+    )
+
+
+def _alphabets(number: int, ways: int) -> Reproduction:
+    labels = [f"{ways}-way {shots}-shot" for shots in (1, 5)]
+    heavy = ways / 5
+    small: Mapping[str, Any] = {"problem.tasks": 1, "run.participation": 4, "problem.clip": 1.0}
+    others = ("local-bsgd", "local-scgd")
+    return Reproduction(
+        f"scgdm-figure{number}",
+        f"Omniglot by alphabet, {ways}-way 1-shot and 5-shot, one alphabet per client",
+        {
+            "quick": Budget(
+                seeds=2,
+                changes={
+                    **small,
+                    "run.rounds": 1,
+                    "run.q": 1,
+                    "run.every": 1,
+                    "run.participation": 2,
+                    "problem.test_tasks": 8,
+                    "problem.queries": 5,
+                },
+                factor=0.05 * heavy,
+                departs="One round of one iteration, 2 of 33 clients, 8 test tasks: a rehearsal.",
+            ),
+            "standard": Budget(
+                seeds=2,
+                changes={**small, "run.rounds": 40 if ways == 5 else 16, "run.every": 20 if ways == 5 else 8}
+                | ({} if ways == 5 else {"problem.test_tasks": 200}),
+                factor=heavy,
+                memory=3.0,
+                departs="4 of the 33 clients take part in a round, with one task an iteration; gradients clipped at 1; "
+                "the paper's settings for 5-way 1-shot in all cases.",
+            ),
+            "full": Budget(seeds=3, factor=41.0 * heavy, memory=8.0),
+        },
+        claims=[
+            Claim("Local-SCGDM has the lowest training loss", claims.ahead(labels, ["local-scgdm"], others, loss=True)),
+            Claim("Local-SCGDM has the highest accuracy", claims.ahead(labels, ["local-scgdm"], others)),
+        ],
+        cases=[
+            Case(label, "omniglot-alphabets", {"problem.ways": ways, "problem.shots": shots})
+            for label, shots in zip(labels, (1, 5))
+        ],
+        needs=("omniglot",),
+    )
+
+
+SCGDM_PAPER = [
+    Reproduction(
+        "scgdm-figure1",
+        "Sine waves: the curve fitted to an unseen task, A = 5/2, b = 3/2",
+        SINE_BUDGETS,
+        claims=[Claim("Local-SCGDM fits the unseen curve best", claims.fits_best("local-scgdm"))],
+        cases=[Case(SINE, "sine")],
+        produce=figures.fitted,
+    ),
+    Reproduction(
+        "scgdm-figure2",
+        "Sine waves: training and test loss of four methods",
+        SINE_BUDGETS,
+        claims=[
+            Claim("Local-SCGDM is ahead of all on unseen tasks", claims.ahead([SINE], ["local-scgdm"], SINE_OTHERS)),
+            Claim(
+                "Local-SCGDM has the lowest training loss",
+                claims.ahead([SINE], ["local-scgdm"], SINE_OTHERS, loss=True),
+            ),
+        ],
+        cases=[Case(SINE, "sine")],
+        also=("loss_0", "loss_1", "loss_5"),
+    ),
+    _sweep(
+        3,
+        "the inner weight γ",
+        "algorithm.gamma",
+        GAMMAS,
+        [
+            Claim("A small γ (0.3) fits training better and unseen tasks worse than 0.7", claims.overfits(SINE, "gamma=0.3", "gamma=0.7")),
+            Claim("γ = 0.7 is best on unseen tasks", claims.best(SINE, "gamma=0.7")),
+        ],
+    ),
+    _sweep(4, "the local steps p", "run.q", PS, [Claim("p = 5 is good", claims.good(SINE, "q=5", 0.02))]),
+    _sweep(5, "the momentum weight α", "algorithm.alpha", ALPHAS, [Claim("α = 0.9 is best", claims.best(SINE, "alpha=0.9"))]),
+    _alphabets(6, 5),
+    _alphabets(7, 20),
+]  # fmt: skip
+
+# --- Faster Adaptive Federated Learning ---
+
+ACCURACY = {
+    "Fashion-MNIST, low": {
+        "fedavg": 0.8451, "scaffold": 0.8496, "stem": 0.8562, "fedadam": 0.8586, "fedams": 0.8697, "fafed": 0.8816,
+    },
+    "Fashion-MNIST, high": {
+        "fedavg": 0.7958, "scaffold": 0.8034, "stem": 0.8053, "fedadam": 0.8040, "fedams": 0.8015, "fafed": 0.8188,
+    },
+}  # fmt: skip
+HIGHER = {"Fashion-MNIST, low": 0.89, "Fashion-MNIST, high": 0.85}
+FAFED_OTHERS = ("fedavg", "scaffold", "stem", "fedadam", "fedams")
+LEVELS = tuple(
+    Case(label, f"fafed-table2-{file}-{level}", published=ACCURACY.get(label, {}), higher=HIGHER.get(label))
+    for file, title in (("fashion", "Fashion-MNIST"), ("mnist", "MNIST"), ("cifar10", "CIFAR-10"))
+    for level in ("low", "moderate", "high")
+    for label in [f"{title}, {level}"]
+)
+LANGUAGE = "WikiText-2"
+FAFED_PAPER = [
+    Reproduction(
+        "fafed-theorem1",
+        "Naive local adaptivity diverges on three clients; FAFED converges",
+        {"quick": Budget(minutes=0.3), "standard": Budget(minutes=1.0), "full": Budget(minutes=1.0)},
+        claims=[
+            Claim("Naive local adaptivity diverges for every η and β", claims.diverges, trains=False),
+            Claim("FAFED converges on the same problem", claims.converges, trains=False),
+            Claim("With q > 1 and a long step η/ρ it stalls instead (not in the paper)", claims.stalls, trains=False),
+        ],
+        produce=figures.theorem1,
+    ),
+    Reproduction(
+        "fafed-figure1",
+        "WikiText-2 language model: likelihood of six methods against rounds",
+        {
+            "quick": Budget(
+                seeds=2,
+                trials=2,
+                changes={"run.rounds": 2, "run.q": 2, "run.every": 1, "data.limit": 40000, "partition.clients": 4},
+                factor=0.05,
+                departs="2 rounds of 2 iterations on 4 clients: a rehearsal.",
+            ),
+            "standard": Budget(
+                seeds=3,
+                trials=2,
+                changes={"run.rounds": 20, "run.every": 4},
+                departs="200,000 words, the 1,000 most frequent of them, 2 layers of 32, 20 rounds.",
+            ),
+            "full": Budget(seeds=3, swap={"wikitext-small": "wikitext-full"}, memory=9.0),
+        },
+        claims=[
+            Claim("FAFED is ahead of all others (likelihood of unseen text)", claims.ahead([LANGUAGE], ["fafed"], FAFED_OTHERS)),
+            Claim("FAFED has the lowest training loss", claims.ahead([LANGUAGE], ["fafed"], FAFED_OTHERS, loss=True)),
+        ],
+        cases=[Case(LANGUAGE, "wikitext-small")],
+        needs=("wikitext-2",),
+        also=("perplexity",),
+    ),
+    Reproduction(
+        "fafed-table2",
+        "Test accuracy at three levels of heterogeneity, and training loss (figures 2 to 4)",
+        {
+            "quick": Budget(
+                seeds=2,
+                trials=2,
+                changes={**SHORT, "data.validation": 0.02, "problem.batch": 5},
+                cases=("Fashion-MNIST, low", "Fashion-MNIST, moderate", "Fashion-MNIST, high", "MNIST, high"),
+                factor=0.05,
+                departs="2 rounds of 2 iterations on 4 clients, four of the nine cases: a rehearsal.",
+            ),
+            "standard": Budget(
+                seeds=3,
+                trials=4,
+                changes={"run.rounds": 40},
+                cases=("Fashion-MNIST, low", "Fashion-MNIST, high"),
+                memory=2.0,
+                departs="40 rounds; 4 of the 6 trials of each grid; the two cases that have published numbers.",
+            ),
+            "full": Budget(seeds=5, changes={"run.rounds": 200}, memory=2.0),
+        },
+        claims=[
+            *(claim for data, published in ACCURACY.items() for claim in _training_claims(data, published)),
+            *(
+                Claim(f"{case.data}: FAFED has the highest test accuracy", claims.ahead([case.data], ["fafed"], FAFED_OTHERS))
+                for case in LEVELS
+            ),
+            *(
+                Claim(
+                    f"{case.data}: FAFED has the lowest training loss throughout",
+                    claims.leads_throughout([case.data], "fafed", loss=True),
+                )
+                for case in LEVELS
+            ),
+        ],
+        cases=LEVELS,
+        needs=("fashion-mnist", "mnist", "cifar-10"),
+    ),
+]  # fmt: skip
+
+# --- Beyond the papers ---
+
+NESTED = ("coda-plus", "fmgda", "fcsg-m", "acc-fcsg-m")
+
+
+def _institutions(name: str, title: str, data: str, splits: bool) -> Reproduction:
+    return Reproduction(
+        name,
+        title,
+        {
+            "quick": Budget(
+                seeds=2,
+                trials=2,
+                changes={"run.rounds": 4, "run.q": 2, "run.every": 2},
+                factor=0.3,
+                departs="4 rounds of 2 iterations: a rehearsal.",
+            ),
+            "standard": Budget(seeds=5),
+            "full": Budget(seeds=10),
+        },
+        claims=[
+            *(
+                Claim(f"{method} is ahead of FedAvg with cross-entropy in AUROC", claims.ahead([data], [method], ["fedavg"]))
+                for method in NESTED
+            ),
+            Claim("Federation is ahead of every site alone", claims.ahead([data], ["fedavg"], ["local"])),
+        ],
+        cases=[Case(data, name, splits=splits)],
+        needs=(name,),
+        also=("ap",),
+    )  # fmt: skip
+
+
+COMPLEXITY_OF = {
+    "fcsg": "FCSG",
+    "fcsg-m": "FCSG-M",
+    "acc-fcsg-m": "Acc-FCSG-M",
+    "local-scgdm": "Local-SCGDM",
+    "fmgda": "FMGDA",
+    "fafed": "FAFED",
+}
+BEYOND = [
+    _institutions("eicu", "Death in hospital, eICU demo: nested objectives across hospitals", "eICU demo", False),
+    _institutions(
+        "heart-disease", "Heart disease in four hospitals of very different prevalence", "heart disease", True
+    ),
+    Reproduction(
+        "complexity",
+        "The complexity claims: rates, linear speed-up, bias, runs under their bounds",
+        {
+            "quick": Budget(minutes=1.5, departs="Few seeds and short runs: a look."),
+            "standard": Budget(minutes=12),
+            "full": Budget(minutes=100),
+        },
+        claims=[
+            *(
+                Claim(f"{title}: {cost} to reach ε grow no faster than the theory says", claims.rate(method, cost))
+                for method, title in COMPLEXITY_OF.items()
+                for cost in ("rounds", "examples")
+            ),
+            Claim("Linear speed-up in the number of clients", claims.speeds_up),
+            Claim("The bias of the conditional estimator is O(1/m)", claims.bias_falls),
+            Claim("Runs with the theorems' settings stay under their bounds", claims.under_bounds),
+        ],
+        produce=figures.complexity,
+    ),
+]
+
+REPRODUCTIONS: Mapping[str, Reproduction] = {
+    r.name: r for r in (*FCSG_PAPER, *FMGDA_PAPER, *SCGDM_PAPER, *FAFED_PAPER, *BEYOND)
+}
+"""All of them, by name."""

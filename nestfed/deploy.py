@@ -426,6 +426,11 @@ class Local:
 
     def superlink(self) -> None:
         """Start the SuperLink and wait until it listens."""
+        if " " in sys.prefix:  # its database finds no migrations there and answers every request with an error
+            raise NestfedError(
+                f"Flower's SuperLink does not work from a Python environment whose path has a space ({sys.prefix}): "
+                "make one elsewhere."
+            )
         if not self.insecure and not (self.secrets / "server.key").exists():
             write_certificates(self.secrets, [LOOPBACK])
         tls = ["--insecure"] if self.insecure else [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,8 @@ from nestfed.reproductions.papers import REPRODUCTIONS
 RECORDS = "records.jsonl"
 
 
-def collect(source: Path, papers: Path) -> list[str]:
-    """Copy the records of reproductions (not of quick ones) into `papers`/NAME; return the names."""
+def collect(source: Path, papers: Path, figures: Path) -> list[str]:
+    """Copy the records of reproductions (not of quick ones) into `papers`/NAME and their figures; return the names."""
     names = []
     for path in sorted(source.glob(f"*/{RECORDS}")):
         evidence = Evidence.read(path)
@@ -28,7 +27,8 @@ def collect(source: Path, papers: Path) -> list[str]:
         place = papers / evidence.name
         place.mkdir(parents=True, exist_ok=True)
         for figure in evidence.numbers.get("figures", ()):
-            shutil.copyfile(path.parent / figure, place / figure)
+            figures.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path.parent / figure, figures / f"{evidence.name}-{figure}")
         evidence.write(place / RECORDS)
         names.append(evidence.name)
     return names
@@ -65,8 +65,8 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def markdown(found: dict[str, Evidence], papers: str) -> str:
-    """Return the page; `papers` is where the records are, as seen from it."""
+def markdown(found: dict[str, Evidence]) -> str:
+    """Return the page."""
     judged = {name: verdicts(evidence) for name, evidence in found.items()}
     outcomes = [v.outcome for claims in judged.values() for _, v in claims]
     counts = ", ".join(f"{outcomes.count(o)} {o}" for o in dict.fromkeys(outcomes))
@@ -87,14 +87,14 @@ def markdown(found: dict[str, Evidence], papers: str) -> str:
         if name not in found:
             text += [f"Not run yet: `nestfed reproduce {name}`.", ""]
             continue
-        text += _section(found[name], papers)
+        text += _section(found[name])
         for claim, verdict in judged[name]:
             text.append(f"- {claim}: **{verdict.outcome}**. {verdict.figures}")
         text.append("")
     return "\n".join(text)
 
 
-def _section(evidence: Evidence, papers: str) -> list[str]:
+def _section(evidence: Evidence) -> list[str]:
     meta = evidence.meta
     text = []
     told = [f"Budget {evidence.budget}"]
@@ -109,7 +109,7 @@ def _section(evidence: Evidence, papers: str) -> list[str]:
         text += [f"**{data}** ({lines[0]['rounds']} rounds)", ""]
         text += _table(header(evidence, data), [cells(row, evidence, data) for row in lines])
     for figure in evidence.numbers.get("figures", ()):
-        text += [f"![{evidence.name}]({papers}/{evidence.name}/{figure})", ""]
+        text += [f"![{evidence.name}](figures/{evidence.name}-{figure})", ""]
     return text
 
 
@@ -126,10 +126,9 @@ def write(source: Path, papers: Path, page: Path) -> list[str]:
     """Collect what `source` holds, and write `papers`/results.json and the page; return the names that are in it."""
     if not papers.is_dir():
         raise NestfedError(f"{papers} is no directory; run this from the root of the project.")
-    collect(source, papers)
+    collect(source, papers, page.parent / "figures")
     found = held(papers)
     write_atomically(papers / "results.json", (json.dumps(table(found), indent=1) + "\n").encode())
     page.parent.mkdir(parents=True, exist_ok=True)
-    relative = os.path.relpath(papers, page.parent)
-    write_atomically(page, markdown(found, Path(relative).as_posix()).encode())
+    write_atomically(page, markdown(found).encode())
     return list(found)

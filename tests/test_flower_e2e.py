@@ -26,7 +26,12 @@ from nestfed.engine.record import read as read_record
 from nestfed.experiment import Experiment, from_tables
 from nestfed.running import run as simulated
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        " " in sys.prefix, reason="Flower's SuperLink needs a Python environment without a space in its path"
+    ),
+]
 SITES = 3
 PATIENCE = 600.0
 

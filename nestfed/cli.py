@@ -14,6 +14,7 @@ import typer
 from nestfed.commands import lr_find_command, predict_command, train_command
 from nestfed.core import NestfedError
 from nestfed.deploy import deploy_app
+from nestfed.report.page import size
 
 if TYPE_CHECKING:
     from nestfed.data.sources import Source
@@ -133,7 +134,7 @@ def run_(
         say(f"{metric:12} {last(history, metric):.4f}")
     end = history[-1]
     say(
-        f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {_size(end['bytes_up'] + end['bytes_down'])} sent)"
+        f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {size(end['bytes_up'] + end['bytes_down'])} sent)"
     )
     if metrics:
         decisive = experiment.run.metric if experiment.run.metric in metrics else metrics[0]
@@ -314,7 +315,7 @@ def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
             str(end["round"]),
             "–" if reached is None else str(reached),
             f"{end['examples']:,}",
-            _size(end["bytes_up"] + end["bytes_down"]),
+            size(end["bytes_up"] + end["bytes_down"]),
             str(o.trials),
             " ".join(f"{k.split('.')[-1]}={v}" for k, v in o.chosen.items()),
         )
@@ -341,14 +342,6 @@ def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     say(table)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _experiment(file: str, overrides: list[str] | None) -> Experiment:
@@ -407,7 +400,7 @@ def data_list() -> None:
 def _download(source: Source) -> str:
     """Return how much there is to download."""
     offered = [form for form in source.forms if all(file.url for file in form)] or source.forms
-    return _size(sum(file.size for file in offered[0]))
+    return size(sum(file.size for file in offered[0]))
 
 
 Folder = Annotated[Path | None, typer.Option(help="Where the files are.")]

@@ -39,7 +39,7 @@ def train_command(
     out: Annotated[Path | None, typer.Option("--out", help="Directory [default: runs/train-TARGET].")] = None,
 ) -> None:
     """Train a model over sites with one table each, compare it with FedAvg and local training, and write a report."""
-    from nestfed import train
+    from nestfed import handover, train
 
     with _warnings_in_a_line():
         data = train.read_sites(files, target, group=group, drop=drop or (), positive=positive)
@@ -49,11 +49,11 @@ def train_command(
             data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
         )
     place = out or Path("runs") / f"train-{target}"
-    written = train.write(outcome, place, files)
-    columns, rows = train.results(outcome)
+    written = handover.write(outcome, place, files)
+    columns, rows = handover.results(outcome)
     typer.echo()
     _table([columns, *([str(cell) for cell in row] for row in rows)])
-    typer.echo(f"\n{train.headline(outcome)}")
+    typer.echo(f"\n{handover.headline(outcome)}")
     for hint in outcome.estimator.hints_:
         typer.echo(hint)
     typer.echo()

@@ -17,6 +17,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment
 from nestfed.report.machine import describe
+from nestfed.report.page import size
 from nestfed.reproductions.base import (
     BUDGETS,
     Budget,
@@ -228,15 +229,6 @@ def cost(found: Mapping[str, Any] | None, what: str) -> str:
 def count(value: float) -> str:
     """Return a number of rounds."""
     return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
-
-
-def size(value: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def cells(row: Mapping[str, Any], evidence: Evidence, data: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +23,6 @@ from nestfed.problems import language
 from nestfed.problems.base import Sample, Tape
 from nestfed.problems.language import Language, TextClients, perplexity
 
-DATA, CACHE = os.environ.get("NESTFED_DATA"), os.environ.get("NESTFED_CACHE")
 WORDS = 12
 
 
@@ -183,15 +181,6 @@ def test_vectorised_clients_and_clients_in_turn_agree(name: str) -> None:
 
 
 # ---------------------------------------------------------------- WikiText-2
-
-
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not DATA:
-        pytest.skip("set NESTFED_DATA to a folder with the data sets, see README")
-    monkeypatch.setenv("NESTFED_DATA", DATA)
-    if CACHE:
-        monkeypatch.setenv("NESTFED_CACHE", CACHE)
 
 
 @pytest.mark.data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from nestfed.problems.maml import MAML
 from nestfed.problems.omniglot import Characters, Episodes, FewShotTest, OmniglotClients
 from nestfed.problems.sine import SineClients, SineTest, draw_fit, squared_error
 
-DATA, CACHE = os.environ.get("NESTFED_DATA"), os.environ.get("NESTFED_CACHE")
 EAGER = pytest.mark.parametrize("eager", [True, False], ids=["autograd", "func"])
 VECTORISE = pytest.mark.parametrize("vectorise", [True, False], ids=["vectorised", "in-turn"])
 
@@ -386,15 +384,6 @@ def test_few_shot_evaluation_is_fixed_and_counts() -> None:
     assert found["val_accuracy_ci95"] == pytest.approx(1.96 * float(each.std()) / 30**0.5)
     assert found == test(problem.bind(problem.x0), "val_")
     assert not torch.equal(test.tasks(range(2))[0][0], FewShotTest(episodes, 30, stream=1).tasks(range(2))[0][0])
-
-
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not DATA:
-        pytest.skip("set NESTFED_DATA to a folder with the data sets, see README")
-    monkeypatch.setenv("NESTFED_DATA", DATA)
-    if CACHE:
-        monkeypatch.setenv("NESTFED_CACHE", CACHE)
 
 
 @pytest.mark.data

@@ -17,7 +17,7 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
-from nestfed import train
+from nestfed import handover, train
 from nestfed.commands import lr_find_command, predict_command, train_command
 from nestfed.core import NestfedError
 from nestfed.data.partition import even
@@ -284,7 +284,7 @@ def test_more_than_two_classes(tmp_path: Path) -> None:
     outcome = train.train(data, "kind", "accuracy", rounds=10, q=5)
     assert outcome.best.values["accuracy"] > 0.7
     assert outcome.gain is None
-    train.write(outcome, tmp_path / "out", [])
+    handover.write(outcome, tmp_path / "out", [])
     train.predict(tmp_path / "out", tmp_path / "a.csv", tmp_path / "p.csv")
     assert (
         (tmp_path / "p.csv").read_text().startswith("row,probability of 0,probability of 1,probability of 2,prediction")

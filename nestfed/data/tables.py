@@ -84,7 +84,7 @@ def load_table(
     class is allowed if it is clear which one it is.
     """
     path = Path(path)
-    readers = {".csv": _csv, ".csv.gz": _csv, ".parquet": _parquet, ".npz": _npz}
+    readers = {".csv": csv_columns, ".csv.gz": csv_columns, ".parquet": parquet_columns, ".npz": _npz}
     reader = next((r for suffix, r in readers.items() if path.name.lower().endswith(suffix)), None)
     if reader is None:
         raise NestfedError(f"{path} is no table by its name: expected one that ends in {', '.join(readers)}.")
@@ -94,7 +94,7 @@ def load_table(
         raise refuse(path, "is empty", "a table")
     table: dict[str, Any] = reader(path)
     for name in (target, *columns, *drop):
-        _known(path, name, table)
+        require_column(path, name, table)
     if both := {target} & {*columns, *drop} or set(columns) & set(drop):
         raise NestfedError(f"Column {both.pop()!r} of {path} has two roles: name it once as target, column or drop.")
     kept = {name: column for name, column in table.items() if name not in {target, *columns, *drop}}
@@ -107,7 +107,8 @@ def load_table(
     return Dataset(x, y, {name: _plain(table[name]) for name in columns}, features, names)
 
 
-def _csv(path: Path) -> dict[str, Any]:
+def csv_columns(path: Path) -> dict[str, Any]:
+    """Return the columns of a CSV file."""
     pd = _pandas()
 
     def read(**options: Any) -> Any:
@@ -124,7 +125,8 @@ def _csv(path: Path) -> dict[str, Any]:
     return {name: frame[name] for name in names}
 
 
-def _parquet(path: Path) -> dict[str, Any]:
+def parquet_columns(path: Path) -> dict[str, Any]:
+    """Return the columns of a Parquet file."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as e:
@@ -141,7 +143,7 @@ def _parquet(path: Path) -> dict[str, Any]:
 
 def _npz(path: Path) -> dict[str, Any]:
     arrays = read_npz(path, MOST_BYTES)
-    _known(path, "x", arrays)
+    require_column(path, "x", arrays)
     lengths = {name: len(a) if a.ndim else -1 for name, a in arrays.items()}
     if any(length != lengths["x"] for length in lengths.values()):
         raise refuse(path, f"holds arrays of different lengths {lengths}", "one row for each example")
@@ -153,7 +155,8 @@ def _distinct(path: Path, names: Sequence[str]) -> None:
         raise NestfedError(f"{path} has two columns called {twice[0]!r}: rename one of them.")
 
 
-def _known(path: Path, name: str, table: Mapping[str, Any]) -> None:
+def require_column(path: Path, name: str, table: Mapping[str, Any]) -> None:
+    """Refuse a file without this column, with the nearest name that it has."""
     if name not in table:
         near = difflib.get_close_matches(name, list(table), 1, 0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, list(table)[:20]))}."
@@ -233,7 +236,7 @@ def _labels(path: Path, target: str, column: Any, classes: Sequence[str] | None)
             f"{where} is missing in {missing:,} of {len(series):,} rows: fill it in or remove these rows."
         )
     types = _pandas().api.types
-    values = [_label(v) for v in series.tolist()]
+    values = [label_of(v) for v in series.tolist()]
     found = set(values)
     if classes is not None:
         names = tuple(map(str, classes))
@@ -262,7 +265,7 @@ def _sorted_names(where: str, found: set[str], numeric: bool) -> tuple[str, ...]
     return tuple(sorted(found, key=float) if numeric else sorted(found))
 
 
-def _label(value: Any) -> str:
+def label_of(value: Any) -> str:
     """Return the name of a label: 1, 1.0 and "1" are the same."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
@@ -273,7 +276,7 @@ def _plain(column: Any) -> Array:
         return column
     if column.dtype.kind in "biu" and not column.isna().any():
         return np.asarray(column.to_numpy())
-    labels = ["unknown" if gone else _label(v) for v, gone in zip(column.astype(object), column.isna())]
+    labels = ["unknown" if gone else label_of(v) for v, gone in zip(column.astype(object), column.isna())]
     return np.array(labels, np.str_)
 
 
@@ -355,7 +358,7 @@ def _eicu(path: Path, names: Sequence[str]) -> Any:
     with reading(path, "a table of the eICU demo, version 2.0.1"):
         frame = _pandas().read_csv(path)
     for name in names:
-        _known(path, name, frame)
+        require_column(path, name, frame)
     return frame
 
 

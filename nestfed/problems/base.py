@@ -219,9 +219,6 @@ def _around(sample: Sample, piece: int = 0) -> AbstractContextManager[Any]:
     return stack
 
 
-_dropout = _around
-
-
 def _gradients(
     function: Callable[..., Tensor], at: tuple[Tensor, ...], eager: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:

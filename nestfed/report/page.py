@@ -136,3 +136,12 @@ class Page:
     """What was run: experiment, seeds, versions, machine."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Every setting, by its table."""
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nestfed.core import NestfedError
 from nestfed.engine.record import read
 from nestfed.engine.sync import Record
-from nestfed.report.page import Cell, Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table
+from nestfed.report.page import Cell, Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table, size
 
 if TYPE_CHECKING:
     from nestfed.running import Outcome
@@ -39,7 +39,7 @@ def page_of_run(directory: Path, title: str = "") -> Page:
     finals = [[metric, *(_number(_last(history, prefix + metric)) for prefix in kinds.values())] for metric in metrics]
     done = "" if (directory / "finished.json").exists() else f", unfinished: {settings['run']['rounds']} were asked for"
     summary = (
-        f"{end['round']} rounds{done}; {end['examples']:,} examples, {_size(_sent(end))} sent, {end['seconds']:.3g} s."
+        f"{end['round']} rounds{done}; {end['examples']:,} examples, {size(_sent(end))} sent, {end['seconds']:.3g} s."
     )
     return Page(
         title or f"{method} on {_subject(settings)}",
@@ -164,7 +164,7 @@ def final_table(
         row += [
             spread([e["round"] for e in ends], _whole),
             spread([e["examples"] for e in ends], _whole),
-            spread([_sent(e) for e in ends], _size),
+            spread([_sent(e) for e in ends], size),
             spread([e["seconds"] for e in ends], _seconds),
         ]
         rows.append([*row, *(values.get(method) for values in more.values())])
@@ -185,7 +185,7 @@ def target_table(runs: Mapping[str, Sequence[History]], metric: str, target: flo
             row[1:] = [
                 spread([h["round"] for h in hits], _whole),
                 spread([h["examples"] for h in hits], _whole),
-                spread([_sent(h) for h in hits], _size),
+                spread([_sent(h) for h in hits], size),
                 spread([h["seconds"] for h in hits], _seconds),
             ]
         rows.append([*row, f"{len(hits)} of {len(histories)}"])
@@ -328,14 +328,6 @@ def _last(history: History, metric: str) -> float | None:
 
 def _sent(record: Record) -> int:
     return int(record["bytes_up"] + record["bytes_down"])
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _whole(value: float) -> str:

@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo docs test test-deploy test-slow lint format complexity bench bench-peers clean
+.PHONY: demo docs lock test test-deploy test-slow lint format complexity bench bench-peers clean
 
 demo: $(READY)
 	$(RUN) -m nestfed demo
@@ -56,10 +56,21 @@ test -x $(PEERS)/$(1)/bin/python || { $(PYTHON) -m venv $(PEERS)/$(1) && $(PEERS
 	$(2) $(if $(findstring torch,$(2)),"$$(grep ^torch== constraints.txt)"); } || { rm -rf $(PEERS)/$(1); echo "$(1): not installed"; }
 endef
 
-$(READY): pyproject.toml constraints.txt
+# Everything with its hash, but torch: its builds for processors and for accelerators share one version number.
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
+$(READY): pyproject.toml constraints.txt requirements.lock
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) --require-hashes --no-deps -r requirements.lock
+	$(PIP) -c constraints.txt torch
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $(READY)
+
+# The newest versions that pyproject.toml and constraints.txt allow, with their hashes.
+lock:
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(PIP) uv
+	$(RUN) -m uv pip compile pyproject.toml --extra dev -c constraints.txt --generate-hashes --no-emit-package torch \
+		--no-emit-find-links --no-annotate --python-version 3.11.6 --custom-compile-command "make lock" -o requirements.lock
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -37,15 +37,24 @@ class Assembly:
     problem: Any
     algorithm: Any
     clients: Any
-    evaluate: Callable[[Any], Metrics]
+    test: Callable[[Any], Metrics]
+    """A model's metrics on the test data."""
     metric: str
     """The metric that decides, unless the experiment names another."""
+    validation: Callable[[Any], Metrics] | None = None
+    """The same on the validation data, if there are any: all that tuning sees."""
     summary: Summary | None = None
     """Who holds what."""
-    validates: bool = False
-    """The evaluation has val_ metrics whatever the [data] table says."""
     ranks: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
     """A model's scores of the test examples, and their labels, where one score ranks an example."""
+
+    def evaluate(self, model: Any) -> Metrics:
+        """Return all metrics; those on validation data have the prefix val_."""
+        return self.test(model) | self.validate(model)
+
+    def validate(self, model: Any) -> Metrics:
+        """Return the metrics on validation data only, with their prefix."""
+        return {f"val_{k}": v for k, v in self.validation(model).items()} if self.validation else {}
 
 
 def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
@@ -102,19 +111,19 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
             problem = AUROC(model, p=p, sigmoid=spec.sigmoid, clip=clip)
     metric = "ap" if spec.name == "auprc" else "auroc" if binary else "accuracy"
     judge = partial(score, prepared=prepared, device=experiment.run.device, odds=spec.name == "classify")
+    validation = None if prepared.validation is None else partial(judge, held=prepared.validation)
     ranks = partial(scored, prepared=prepared, held=prepared.test, device=experiment.run.device) if binary else None
-    return Assembly(problem, None, clients, judge, metric, prepared.summary, ranks=ranks)
+    return Assembly(
+        problem, None, clients, partial(judge, held=prepared.test), metric, validation, prepared.summary, ranks
+    )
 
 
-def score(model: Callable[[Tensor], Tensor], prepared: Prepared, device: str = "cpu", *, odds: bool = False) -> Metrics:
-    """Return the metrics of a model on the test set, and on the validation set with the prefix val_."""
-    found: Metrics = {}
-    for prefix, held in (("", prepared.test), ("val_", prepared.validation)):
-        if held is not None:
-            logits, labels = scored(model, prepared, held, device)
-            values = pooled(logits, labels, held.parts, odds) if held.parts else judged(logits, labels, odds)
-            found |= {prefix + k: v for k, v in values.items()}
-    return found
+def score(
+    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu", *, odds: bool = False
+) -> Metrics:
+    """Return the metrics of a model on examples that were held out."""
+    logits, labels = scored(model, prepared, held, device)
+    return pooled(logits, labels, held.parts, odds) if held.parts else judged(logits, labels, odds)
 
 
 def scored(
@@ -166,9 +175,9 @@ def _invariant(experiment: Experiment, seed: int) -> Assembly:
         InvariantLogistic(torch.zeros(spec.dim)),
         None,
         clients,
-        lambda x: {"accuracy": accuracy(x, test), "val_accuracy": accuracy(x, validation)},
+        lambda x: {"accuracy": accuracy(x, test)},
         "accuracy",
-        validates=True,
+        lambda x: {"accuracy": accuracy(x, validation)},
     )
 
 
@@ -187,7 +196,7 @@ def _sine(experiment: Experiment, seed: int) -> Assembly:
     steps = tuple(sorted({1, spec.inner_steps}))
     test = sine.SineTest(spec.test_tasks, spec.shots, steps)
     validation = sine.SineTest(200, spec.shots, steps, stream=1)
-    return Assembly(problem, None, clients, lambda m: test(m) | validation(m, "val_"), "r2_1", validates=True)
+    return Assembly(problem, None, clients, test, "r2_1", validation)
 
 
 def _omniglot(experiment: Experiment, seed: int) -> Assembly:
@@ -214,7 +223,7 @@ def _omniglot(experiment: Experiment, seed: int) -> Assembly:
     clients = omniglot.OmniglotClients(training, spec.tasks, seed=seed, names=split.names)
     judge = omniglot.FewShotTest(test, spec.test_tasks, spec.inner_steps)
     tune = omniglot.FewShotTest(validation, max(2, spec.test_tasks // 4), spec.inner_steps, stream=1)
-    return Assembly(problem, None, clients, lambda m: judge(m) | tune(m, "val_"), "accuracy", validates=True)
+    return Assembly(problem, None, clients, judge, "accuracy", tune)
 
 
 def _language(experiment: Experiment, seed: int) -> Assembly:
@@ -224,15 +233,13 @@ def _language(experiment: Experiment, seed: int) -> Assembly:
     model = models.build(experiment.model.name, None, len(text.words), seed=seed, **experiment.model.options)
     clients = language.TextClients(text.train, experiment.partition.clients, spec.batch, spec.bptt)
 
-    def evaluate(m: Any) -> Metrics:
-        found: Metrics = {}
-        for prefix, part in (("", text.test), ("val_", text.validation)):
-            value = language.perplexity(m, part.to(experiment.run.device), spec.bptt)
-            found |= {f"{prefix}log_likelihood": -math.log(value), f"{prefix}perplexity": value}
-        return found
+    def judge(m: Any, part: Tensor) -> Metrics:
+        value = language.perplexity(m, part.to(experiment.run.device), spec.bptt)
+        return {"log_likelihood": -math.log(value), "perplexity": value}
 
+    test, validation = partial(judge, part=text.test), partial(judge, part=text.validation)
     problem = language.Language(model, clip=spec.clip or None)
-    return Assembly(problem, None, clients, evaluate, "log_likelihood", validates=True)
+    return Assembly(problem, None, clients, test, "log_likelihood", validation)
 
 
 APPLICATIONS: Mapping[str, Callable[[Experiment, int], Assembly]] = {

@@ -117,7 +117,7 @@ def run_(
     """Carry out an experiment file (or one of `nestfed list`). The same command goes on with an unfinished run."""
     from nestfed.report.events import following
     from nestfed.report.html import write
-    from nestfed.report.plot import curves
+    from nestfed.report.plot import curves, drawable
     from nestfed.report.summary import page_of_run
     from nestfed.running import last, leads, run
 
@@ -138,8 +138,10 @@ def run_(
     )
     if metrics:
         decisive = experiment.run.metric if experiment.run.metric in metrics else metrics[0]
-        picture = curves({experiment.algorithm.name: [history]}, decisive, place / "plot.png", Path(file).stem)
-        say(f"record       {place / 'record.jsonl'}\npicture      {picture}")
+        say(f"record       {place / 'record.jsonl'}")
+        if drawable():
+            shown = {experiment.algorithm.name: [history]}
+            say(f"picture      {curves(shown, decisive, place / 'plot.png', Path(file).stem)}")
     say(f"report       {write(page_of_run(place), place / 'report.html')}")
     if (place / "privacy.txt").exists():
         say((place / "privacy.txt").read_text(encoding="utf-8").strip())
@@ -276,19 +278,21 @@ def _compare(
 ) -> None:
     from nestfed.report.events import write_events
     from nestfed.report.html import write
-    from nestfed.report.plot import curves
+    from nestfed.report.plot import curves, drawable
     from nestfed.report.summary import page_of_comparison
     from nestfed.running import compare
 
     with _status() as tell:
         metric, outcomes = compare(experiment, names, seeds, place, workers=workers or None, tell=tell)
     _table(outcomes, metric, seeds)
-    picture = curves({o.method: o.histories for o in outcomes}, metric, place / "curves.png", title)
     report = write(page_of_comparison(place, metric, outcomes, title=title), place / "report.html")
     if tensorboard:
         for record in place.glob("*/seed-*/record.jsonl"):
             write_events(record, place / "tensorboard" / record.parent.relative_to(place))
-    say(f"\nreport   {report}\ncurves   {picture}\nrecords  {place}")
+    say(f"\nreport   {report}\nrecords  {place}")
+    if drawable():
+        shown = {o.method: o.histories for o in outcomes}
+        say(f"curves   {curves(shown, metric, place / 'curves.png', title)}")
 
 
 def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:

@@ -88,6 +88,7 @@ def lr_find_command(
 ) -> None:
     """Try step sizes in short trainings, judged on validation rows, and draw the metric against them."""
     from nestfed import lr_find, train
+    from nestfed.report.plot import drawable
 
     kind = train.find_kind(objective)
     with _warnings_in_a_line():
@@ -95,7 +96,7 @@ def lr_find_command(
         estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)
         found = lr_find.lr_find(estimator, data.sites)
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])
-    typer.echo(f"\nbest lr = {found.best:.3g}; picture {found.draw(out)}")
+    typer.echo(f"\nbest lr = {found.best:.3g}" + (f"; picture {found.draw(out)}" if drawable() else ""))
 
 
 def _tell(sentence: str) -> None:

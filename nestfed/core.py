@@ -24,6 +24,10 @@ class NestfedError(Exception):
     """A mistake that the user can mend, told in one sentence: what was wrong, where, what would be right."""
 
 
+class DivergedError(NestfedError):
+    """Numbers that became infinite or NaN in training."""
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Schedules
 

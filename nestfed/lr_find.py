@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,14 +41,9 @@ class Found:
 
     def draw(self, path: str | Path) -> Path:
         """Draw the metric against the step size."""
-        import matplotlib
+        from nestfed.report.plot import pyplot, save
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure, panel = plt.subplots(figsize=(6, 3.6), layout="constrained")
+        figure, panel = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
         panel.semilogx(self.lrs, self.values, "o-", color="#0b6e99")
         panel.axvline(self.best, color="#d9480f", linestyle=":", label=f"best: {self.best:.3g}")
         panel.set_xlabel("lr")
@@ -57,11 +51,7 @@ class Found:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False)
-        temporary = path.with_name(f".{os.getpid()}-{path.name}")
-        figure.savefig(temporary, dpi=130)
-        temporary.replace(path)
-        plt.close(figure)
-        return path
+        return save(figure, Path(path))
 
 
 def lr_find(

@@ -18,6 +18,7 @@ from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment
 from nestfed.report.machine import describe
 from nestfed.report.page import size
+from nestfed.report.plot import curves, pyplot
 from nestfed.reproductions.base import (
     BUDGETS,
     Budget,
@@ -68,6 +69,7 @@ def reproduce(
     Runs are in `out`/runs, where figures and tables that need the same ones share them. `only` names cases.
     """
     found = find(name)
+    pyplot()  # better now than after hours
     amount = found.at(budget, seeds)
     if only:
         amount = replace(amount, cases=tuple(only))
@@ -139,8 +141,6 @@ def _records(case: Case, outcomes: Sequence[Outcome], metric: str) -> list[Run]:
 
 
 def _draw(case: Case, outcomes: Sequence[Outcome], metric: str, place: Path) -> None:
-    from nestfed.report.plot import curves
-
     curves({o.method: o.histories for o in outcomes}, metric, place / f"{slug(case.data)}.png", case.data)
 
 
@@ -352,7 +352,7 @@ def summary(evidence: Evidence) -> str:
     """Return one sentence on the claims."""
     outcomes = [v.outcome for _, v in verdicts(evidence)]
     told = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(outcomes)]
-    return f"Budget {evidence.budget}; {len(outcomes)} claims: {', '.join(told)}."
+    return f"Budget {evidence.budget}; {len(outcomes)} claim{'s' * (len(outcomes) != 1)}: {', '.join(told)}."
 
 
 # ---------------------------------------------------------------------------------------------------------

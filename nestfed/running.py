@@ -23,6 +23,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment, from_tables, identity
 from nestfed.report.machine import describe
+from nestfed.report.plot import drawable
 
 TUNING_SEED = 1000
 """Tuning uses seeds from here on, so that no reported seed was ever tuned on."""
@@ -63,11 +64,12 @@ def run(
     picture: bool = True,
     profile: Callable[[Mapping[str, float]], None] | None = None,
     until: int = 0,
+    tuning: bool = False,
 ) -> list[Record]:
     """Carry out one run in its directory; go on with an unfinished one, leave a finished one alone.
 
     Who holds what is told in clients.txt and drawn in clients.png. `profile` hears where the time went. With `until`
-    the run pauses after that round.
+    the run pauses after that round. In `tuning` the test data are not looked at.
     """
     fresh = not out.exists()
     if leads():
@@ -76,7 +78,7 @@ def run(
         return read_record(out / "record.jsonl")
     with locked(out) if leads() else nullcontext():
         try:
-            return _run(experiment, out, label, progress, picture and leads(), profile, until)
+            return _run(experiment, out, label, progress, picture and leads(), profile, until, tuning)
         except NestfedError:
             if fresh and leads() and not read_record(out / "record.jsonl"):
                 shutil.rmtree(out)  # nothing was done, so nothing is left
@@ -91,15 +93,18 @@ def _run(
     picture: bool,
     profile: Callable[[Mapping[str, float]], None] | None,
     until: int,
+    tuning: bool,
 ) -> list[Record]:
     from nestfed.assemble import assemble
 
     made = assemble(experiment)
+    if tuning:
+        made = replace(made, test=lambda model: {}, ranks=None)
     if leads() and not (out / "machine.json").exists():
         write_atomically(out / "machine.json", json.dumps(describe()).encode())
     if made.summary is not None and leads():
         write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
-        if picture:
+        if picture and drawable():
             made.summary.draw(out / "clients.png")
     if experiment.run.sites == "alone":
         return _alone(experiment, made, out, until)
@@ -213,6 +218,8 @@ class Job:
     out: Path
     until: int = 0
     """The round after which it pauses, if not at its end."""
+    tuning: bool = False
+    """Only the validation data are evaluated on."""
     picture: bool = False
     """Draw who holds what."""
 
@@ -231,7 +238,7 @@ def _work(job: Job) -> str | None:
 
     torch.set_num_threads(1)
     try:
-        run(from_tables(job.tables), job.out, progress=False, picture=job.picture, until=job.until)
+        run(from_tables(job.tables), job.out, progress=False, picture=job.picture, until=job.until, tuning=job.tuning)
     except Interrupted:
         raise
     except NestfedError as error:

@@ -136,7 +136,7 @@ class _Search:
         fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed, "run.output": "last"}
         tables = self.variant.with_overrides({**self.settings(trial), **fixed}).source
         tables = {k: v for k, v in tables.items() if k != "methods"}
-        return Job(tables, self.out / self.method / f"trial-{trial.number:03d}", until)
+        return Job(tables, self.out / self.method / f"trial-{trial.number:03d}", until, tuning=True)
 
     def running(self) -> list[FrozenTrial]:
         return self.study.get_trials(states=(TrialState.RUNNING,))
@@ -270,7 +270,7 @@ def tune(
         judges[name] = f"val_{metric}"
         if all(d.single() for d in space.values()):
             found[name] = Tuned(name, start)
-        elif not (variant.data.validation or made.validates):
+        elif made.validation is None:
             raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
     searches = [_open(experiment, n, variants[n], judges[n], out, trials, stopping) for n in methods if n not in found]
     for stage in range(max((len(s.plan) for s in searches), default=0)):

@@ -15,12 +15,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-NOT_ALONE = {"deploy.md"}
-"""Pages whose blocks are a part of a program that they describe."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in NOT_ALONE and BLOCK.search(p.read_text("utf-8"))],
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text("utf-8"))],
                          ids=lambda p: str(p.relative_to(DOCS)))  # fmt: skip
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order, as somebody would paste them."""

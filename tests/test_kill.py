@@ -145,6 +145,9 @@ def remains(out: Path) -> dict[str, Any]:
         if path.name in ("record.jsonl", "finished.json"):
             lines = [json.loads(line) for line in path.read_text().splitlines()]  # every line is whole
             found[name] = [{k: v for k, v in record.items() if k != "seconds"} for record in lines]
+        elif path.name == "records.jsonl":  # of a reproduction: all but the times
+            runs = [json.loads(line) for line in path.read_text().splitlines()][1:]
+            found[name] = [{**run, "curve": [p[:4] + p[5:] for p in run["curve"]]} for run in runs]
         elif path.name.startswith("round-"):
             # Its time is in it; and who was killed between writing one and deleting an old one leaves three.
             found["newest"] = max(found.get("newest", ""), path.name[:14])
@@ -221,6 +224,20 @@ def test_the_command_run_is_killed(experiment: Path, tmp_path: Path) -> None:
 def test_a_comparison_with_its_tuning_is_killed(experiment: Path, tmp_path: Path) -> None:
     words = ("compare", str(experiment), "--seeds", "1", "--workers", "1")
     assert survive(command(*words), tmp_path, 15, seed=4) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_a_comparison_with_several_workers_is_killed(experiment: Path, tmp_path: Path) -> None:
+    words = ("compare", str(experiment), "--seeds", "2", "--workers", "2")
+    assert survive(command(*words), tmp_path, 8, seed=5) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_a_reproduction_is_killed(tmp_path: Path) -> None:
+    words = ("reproduce", "scgdm-figure2", "--budget", "quick")
+    assert survive(command(*words), tmp_path, 8, seed=6) >= 8
 
 
 def test_nobody_is_left_behind(tmp_path: Path) -> None:

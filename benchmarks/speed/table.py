@@ -29,7 +29,7 @@ def lines(results: dict[str, Any]) -> list[str]:
         "| work | ours, s a round | limit | plain loop | ours / limit | plain / ours | by processor time: ours / limit, plain / ours | MB | start-up, s | bar |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, row in results.items():
+    for name, row in sorted(results.items()):
         if not isinstance(row, dict) or "ours" not in row:
             continue
         cpu = row["cpu"]

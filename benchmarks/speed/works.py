@@ -270,23 +270,30 @@ def episodes(method: str, evaluations: int) -> Work:
         x = [p.detach().clone().requires_grad_() for p in own.parameters()]
         return lambda batch: meta(own, x, batch, True)
 
+    # The method's state between rounds: the averaged estimator, and every client's point before its last step.
+    mean: list[Tensor] = []
+    last: list[list[Tensor]] = [[] for _ in range(16)]
+
     def plain(t: int) -> None:
-        ends = []
+        ends, estimators = [], []
         for n in range(16):
             x = [p.detach().clone().requires_grad_() for p in module.parameters()]
-            old = [p.detach().clone().requires_grad_() for p in x]
-            u: list[Tensor] | None = None
+            u = mean
             for i in range(2):
                 batch = clients.sample(n, t + i)
                 g = meta(module, x, batch, False)
-                if evaluations == 2 and u is not None:
-                    h = meta(module, old, batch, False)
+                if not u:
+                    u = g
+                elif evaluations == 2:
+                    h = meta(module, last[n], batch, False)
                     u = [a + 0.5 * (e - b) for a, b, e in zip(g, h, u)]
                 else:
-                    u = [0.5 * a + 0.5 * e for a, e in zip(g, u)] if u is not None else g
-                old = [p.detach().clone().requires_grad_() for p in x]
+                    u = [0.5 * a + 0.5 * e for a, e in zip(g, u)]
+                last[n] = x
                 x = [(p - 0.05 * e).detach().requires_grad_() for p, e in zip(x, u)]
             ends.append(x)
+            estimators.append(u)
+        mean[:] = [torch.stack(each).mean(0) for each in zip(*estimators)]
         with torch.no_grad():
             for p, each in zip(module.parameters(), zip(*ends)):
                 p.copy_(torch.stack(each).mean(0))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nestfed.report.plot import COLOURS
+from nestfed.report.plot import COLOURS, pyplot, save
 
 TITLES = {
     "fcsg": "FCSG",
@@ -25,16 +25,10 @@ WITHIN = 0.05
 
 def everything(results: dict[str, Any], place: Path) -> None:
     """Write all pictures and README.md."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
     for name, draw in (("speedup", _speedup), ("rates", _rates), ("bias", _bias), ("bounds", _bounds)):
-        figure = draw(plt, results[name])
-        figure.savefig(place / f"{name}.png", dpi=130)
-        plt.close(figure)
+        save(draw(plt, results[name]), place / f"{name}.png")
     (place / "README.md").write_text(readme(results), encoding="utf-8")
 
 

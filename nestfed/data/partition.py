@@ -364,18 +364,15 @@ class Summary:
 
     def draw(self, path: str | Path) -> Path:
         """Draw one bar per client, coloured by class and as long as its number of examples; return the path."""
-        # Figure and not pyplot: nothing global is touched, and no screen is needed.
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
+        from nestfed.report.plot import pyplot, save
 
+        plt = pyplot()
         clients, classes = self.counts.shape
         row = min(0.3, 9.0 / clients)  # inches per client: the picture never gets taller than a page
         shown = range(classes) if classes <= 20 else range(0, classes, -(-classes // 10))
         height = max(row * clients + 0.8, 0.18 * len(shown) + 0.6, 2.0)  # room for the bars and for the legend
-        figure = Figure(figsize=(7.5, height), dpi=150, layout="constrained")
-        axes = figure.add_subplot()
-        scheme = colormaps["tab10" if classes <= 10 else "tab20" if classes <= 20 else "viridis"]
+        figure, axes = plt.subplots(figsize=(7.5, height), layout="constrained")
+        scheme = plt.colormaps["tab10" if classes <= 10 else "tab20" if classes <= 20 else "viridis"]
         colours = [scheme(c if classes <= 20 else c / (classes - 1)) for c in range(classes)]
         left = np.zeros(clients, dtype=np.int64)
         for c in range(classes):
@@ -394,7 +391,7 @@ class Summary:
         axes.set_ylim(clients - 0.4, -0.6)  # client 0 on top, as in the table
         axes.set_ylabel("client")
         axes.set_xlabel("examples")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
         axes.margins(x=0.02)
         axes.spines[["top", "right"]].set_visible(False)
         handles = axes.get_legend_handles_labels()[0]
@@ -407,10 +404,7 @@ class Summary:
             fontsize=8,
             title_fontsize=9,
         )
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        return path
+        return save(figure, Path(path))
 
 
 def summary(parts: Sequence[npt.ArrayLike], labels: npt.ArrayLike, names: Sequence[str] | None = None) -> Summary:

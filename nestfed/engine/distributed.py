@@ -130,17 +130,17 @@ class Ranks:
         """Run those clients that are this rank's, then add up over all ranks."""
         mine = [i for i, n in enumerate(share.ns) if n in self._block]
         part = share._replace(ns=[share.ns[i] for i in mine], stale=[share.stale[i] for i in mine])
-        tally, sentence = start_tally(shared, self._point, part, self._reduction), ""
+        tally, mistake = start_tally(shared, self._point, part, self._reduction), None
         try:
             if mine:
                 tally = self._inner.run(shared, private, part)
         except NestfedError as error:
-            sentence = str(error)
+            mistake = error
         device = next(iter(shared.values())).device
-        if self._group.any(bool(sentence), device):
-            sentences: list[str] = [""] * self._group.count
-            distributed.all_gather_object(sentences, sentence)
-            raise NestfedError(next(s for s in sentences if s))
+        if self._group.any(mistake is not None, device):
+            mistakes: list[NestfedError | None] = [None] * self._group.count
+            distributed.all_gather_object(mistakes, mistake)
+            raise next(m for m in mistakes if m is not None)
         with tally.lap("averaging"):
             for k in sorted(tally.sums):
                 distributed.all_reduce(tally.sums[k])

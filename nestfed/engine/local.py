@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Batch, Fields, NestfedError
+from nestfed.core import Batch, DivergedError, Fields, NestfedError
 from nestfed.data.clients import Clients, draw
 from nestfed.data.random import Streams
 from nestfed.engine.encode import RESIDUAL, Encoding
@@ -173,7 +173,7 @@ class Local:
                 for i in (i for i, fine in enumerate(good) if not fine):
                     told = self._culprit(program, shared, private, share.round, ns[i], i, stale, batches, keys)
                     if not self.drop:
-                        raise NestfedError(told)
+                        raise DivergedError(told)
                     tally.dropped[ns[i]] = told
                 kept = [i for i, fine in enumerate(good) if fine]
                 if not kept:

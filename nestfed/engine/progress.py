@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from nestfed.engine.sync import Record
+
+FLAT, LEAST = 1e-3, 5
+"""A metric is flat if the last evaluations, at least so many and a third of all, lie so close to the latest."""
+
+
+def flat_since(curve: Sequence[tuple[int, float]]) -> int | None:
+    """Return the round since which a metric, given as (round, value), has not moved; None if it still does."""
+    latest = curve[-1][1]
+    near = FLAT * max(1.0, abs(latest))
+    still = list(itertools.takewhile(lambda point: abs(point[1] - latest) <= near, reversed(curve)))
+    return still[-1][0] if len(still) >= max(LEAST, len(curve) / 3) else None
 
 
 class Progress:
@@ -17,6 +30,7 @@ class Progress:
         self.show = sys.stderr.isatty() if show is None else show
         self._bar: Any = None
         self._metrics = ""
+        self._curve: list[tuple[int, float]] = []
 
     def __enter__(self) -> Self:
         if self.show:
@@ -37,6 +51,10 @@ class Progress:
         if self._bar is not None:
             if metrics:
                 self._metrics = "  ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+                first = next(iter(metrics))
+                self._curve.append((record["round"], metrics[first]))
+                since = flat_since(self._curve)
+                self._metrics += "" if since is None else f"  ({first} flat since round {since})"
             loss = f"loss {record['loss']:.4f}  " if record["loss"] is not None else ""
             self._bar.update(self._task, completed=record["round"], metrics=loss + self._metrics)
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nestfed.core import Fields, NestfedError, refuse_mismatch
+from nestfed.core import DivergedError, Fields, NestfedError, refuse_mismatch
 from nestfed.data.clients import Clients
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint, memory
@@ -263,7 +263,7 @@ def simulate(
                             save()
                         if saved < 0:
                             raise
-                        raise NestfedError(
+                        raise type(error)(
                             f"{error} The last good checkpoint is in {path}, after round {saved}."
                         ) from error
                     for n in engine.dropped.keys() - left_out:  # once for each client, or a long run tells nothing else
@@ -375,7 +375,7 @@ class _Engine:
                 server, shared = algorithm.server.update(state.server, state.shared, mean, present / self.clients)
                 for k, v in (*shared.items(), *server.items()):
                     if not bool(torch.isfinite(v.sum())):
-                        raise NestfedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")
+                        raise DivergedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")
             # Only now does the state change, so that after an error it is still that of the last good round.
             state.server, state.shared = server, shared
             if tapped is not None:

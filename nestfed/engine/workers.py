@@ -105,7 +105,7 @@ class Workers:
                 except (EOFError, ConnectionResetError):
                     self._mourn(i, parts[i])
                 if kind == "mistake":
-                    raise NestfedError(value)
+                    raise value
                 if kind == "crash":
                     raise RuntimeError(f"Worker {i + 1} failed:\n{value}")
                 answers[i] = value
@@ -189,7 +189,7 @@ def _serve(
                 tally.sums = tally.rows = {}  # they are where the parent sees them
                 pipe.send(("done", tally))
             except NestfedError as error:
-                pipe.send(("mistake", str(error)))
+                pipe.send(("mistake", error))
             except Exception:
                 pipe.send(("crash", traceback.format_exc()))
 

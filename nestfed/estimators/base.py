@@ -16,13 +16,15 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from nestfed import __version__, advice, theory
-from nestfed.core import Algorithm, NestfedError
+from nestfed.core import Algorithm, DivergedError, NestfedError
 from nestfed.engine.simulate import Result, simulate
 from nestfed.estimators.sites import Refused
 from nestfed.models import build
 
 FORMAT = 1
 CHUNK = 4096
+ATTEMPTS, SHRINK = 4, 4.0
+"""How often training is begun with a step size of our own, and what it is divided by after it diverged."""
 
 
 class Scores(nn.Module):
@@ -86,8 +88,8 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
             raise Refused(f"module(shape) must return an nn.Module, not {type(made).__name__}.")
         return made
 
-    def _method(self, problem: Any, clients: Any, seed: int) -> Algorithm[Any, Any]:
-        """Return the method, and remember which it is and why."""
+    def _method(self, problem: Any, clients: Any, seed: int, shrunk: float = 1.0) -> Algorithm[Any, Any]:
+        """Return the method, and remember which it is and why; `shrunk` divides the measured step size."""
         if isinstance(self.algorithm, Algorithm):
             self.choice_ = advice.Choice(self.algorithm.name, "it was given")
             return self.algorithm
@@ -105,7 +107,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         if lr == "theory":
             settings, lr = {**advice.prescribed(name, L, N=N, T=T).steps, **settings}, None
         elif lr is None:
-            lr = advice.STEP[self.kind] / max(L, 1e-6)
+            lr = advice.STEP[self.kind] / max(L, 1e-6) / shrunk
         self.lr_ = lr
         method = advice.configure(name, lr, settings, rounds=self.rounds, q=self.q)
         if given and covered:
@@ -120,26 +122,37 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         evaluate: Callable[[Any], Mapping[str, float]] | None,
         metric: str,
     ) -> Result:
-        """Train, and look at how it went."""
-        self.algorithm_ = self._method(problem, clients, seed)
-        result = simulate(
-            problem,
-            self.algorithm_,
-            clients,
-            rounds=self.rounds,
-            q=self.q,
-            seed=seed,
-            device=self.device,
-            evaluate=evaluate,
-            every=max(1, self.rounds // 20),
-            participation=self.participation,
-            progress=self.verbose,
-        )
+        """Train, and look at how it went. A step size of our own that turns out too large is made smaller."""
+        tried: list[Any] = []
+        while True:
+            self.algorithm_ = self._method(problem, clients, seed, SHRINK ** len(tried))
+            try:
+                result = simulate(
+                    problem,
+                    self.algorithm_,
+                    clients,
+                    rounds=self.rounds,
+                    q=self.q,
+                    seed=seed,
+                    device=self.device,
+                    evaluate=evaluate,
+                    every=max(1, self.rounds // 20),
+                    participation=self.participation,
+                    progress=self.verbose,
+                )
+                break
+            except DivergedError:
+                if self.lr is not None or isinstance(self.algorithm, Algorithm) or len(tried) == ATTEMPTS - 1:
+                    raise
+                tried.append(self.lr_)
         self._result = result
         self.history_ = result.history
         self.n_iter_ = self.rounds
         moved = float((result.x.cpu() - problem.x0.cpu()).norm())
         self.hints_ = advice.look_at(result.history, metric, moved)
+        if tried:
+            steps = " and ".join(f"{lr:.3g}" for lr in tried)
+            self.hints_ += [f"Training diverged with the measured step size {steps}, so {self.lr_:.3g} was taken."]
         return result
 
     # -----------------------------------------------------------------------------------------------------

@@ -206,8 +206,8 @@ class FewShotTest:
             found.append((answers == y).double().mean(1))
         return torch.cat(found)
 
-    def __call__(self, model: Adaptable, prefix: str = "") -> dict[str, float]:
+    def __call__(self, model: Adaptable) -> dict[str, float]:
         """Return the mean accuracy, and half the width of its 95 % confidence interval over tasks."""
         found = self.accuracies(model)
         half = 1.96 * float(found.std()) / math.sqrt(len(found))
-        return {f"{prefix}accuracy": float(found.mean()), f"{prefix}accuracy_ci95": half}
+        return {"accuracy": float(found.mean()), "accuracy_ci95": half}

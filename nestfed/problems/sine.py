@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -123,7 +122,7 @@ class SineTest:
         k = self.points
         return (x[:, k:], y[:, k:]), (x[:, :k], y[:, :k])
 
-    def __call__(self, model: Adaptable, prefix: str = "") -> dict[str, float]:
+    def __call__(self, model: Adaptable) -> dict[str, float]:
         """Return the mean squared error before adaptation and after each number of inner steps, and R² beside it.
 
         R² is the share of the targets' mean square that the model explains: more is better, as tuning wants it.
@@ -136,7 +135,7 @@ class SineTest:
         for steps in (0, *sorted(self.steps)):
             u, done = model.problem.adapt(u, support, steps - done), steps
             error = float(((model.predict(u, x) - y) ** 2).mean())
-            found |= {f"{prefix}loss_{steps}": error, f"{prefix}r2_{steps}": 1 - error / float((y**2).mean())}
+            found |= {f"loss_{steps}": error, f"r2_{steps}": 1 - error / float((y**2).mean())}
         return found
 
 
@@ -144,11 +143,9 @@ def draw_fit(
     models: Mapping[str, Adaptable], path: Path, a: float = 2.5, b: float = 1.5, steps: int = 1, points: int = 10
 ) -> Path:
     """Draw the curves that models fit to one unseen task from a few points (Figure 1 of the Local-SCGDM paper)."""
-    import matplotlib
+    from nestfed.report.plot import pyplot, save
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     known = torch.from_numpy(Streams(0).at(Purpose.TASKS, 2**41, 0).uniform(LOW, HIGH, (1, points))).float()
     grid = torch.linspace(LOW, HIGH, 300)[None]
     amplitude, phase = torch.tensor(a), torch.tensor(b)
@@ -168,8 +165,4 @@ def draw_fit(
         panel.grid(alpha=0.25)
     np.atleast_1d(panels)[0].set_ylabel(f"y, A = {a:g}, b = {b:g}")
     np.atleast_1d(panels)[-1].legend(frameon=False, fontsize=8, loc="best")
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(temporary, dpi=130)
-    temporary.replace(path)
-    plt.close(figure)
-    return path
+    return save(figure, path)

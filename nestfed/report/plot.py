@@ -1,14 +1,16 @@
-"""Curves of a run or of a comparison, as one picture."""
+"""Pictures: curves of a run or of a comparison; and the way to matplotlib, which is an extra (`nestfed[plot]`)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nestfed.core import NestfedError
 from nestfed.engine.sync import Record
 
 AXES = {
@@ -19,13 +21,36 @@ AXES = {
 COLOURS = ("#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#5c636a", "#c2255c", "#e6a700", "#1c7ed6", "#66a80f", "#343a40")
 
 
-def curves(runs: Mapping[str, Sequence[Sequence[Record]]], metric: str, path: Path, title: str = "") -> Path:
-    """Draw a metric against rounds, examples and bytes: the mean over seeds, and a band of one deviation."""
+def drawable() -> bool:
+    """Tell whether pictures can be drawn here."""
+    return find_spec("matplotlib") is not None
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, which needs no screen here."""
+    if not drawable():
+        raise NestfedError("Pictures need matplotlib: pip install 'nestfed[plot]'.")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    return plt
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure as one that is whole or not there, and forget it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    figure.savefig(temporary, dpi=130)
+    temporary.replace(path)
+    pyplot().close(figure)
+    return path
+
+
+def curves(runs: Mapping[str, Sequence[Sequence[Record]]], metric: str, path: Path, title: str = "") -> Path:
+    """Draw a metric against rounds, examples and bytes: the mean over seeds, and a band of one deviation."""
+    plt = pyplot()
     shown = {name: [series(h, metric) for h in histories] for name, histories in runs.items()}
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.9), sharey=True, layout="constrained")
     for panel, (axis, label) in zip(panels, AXES.items()):
@@ -51,11 +76,7 @@ def curves(runs: Mapping[str, Sequence[Sequence[Record]]], metric: str, path: Pa
     panels[-1].legend(frameon=False, loc="lower right")
     if title:
         figure.suptitle(title, fontsize=11)
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(temporary, dpi=130)
-    temporary.replace(path)
-    plt.close(figure)
-    return path
+    return save(figure, path)
 
 
 def series(history: Sequence[Record], metric: str) -> dict[str, Any]:

@@ -16,27 +16,11 @@ from nestfed.engine.checkpoint import write_atomically
 from nestfed.engine.simulate import simulate
 from nestfed.problems.base import Minimize, as_sample
 from nestfed.problems.toys import PLSaddle, Theorem1
-from nestfed.report.plot import COLOURS
+from nestfed.report.plot import COLOURS, pyplot, save
 from nestfed.reproductions.base import Workshop
 
 if TYPE_CHECKING:
     from nestfed.problems.maml import Adaptable
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def _save(plt: Any, figure: Any, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=130)
-    temporary.replace(path)
-    plt.close(figure)
 
 
 def surface(workshop: Workshop) -> dict[str, Any]:
@@ -49,7 +33,7 @@ def surface(workshop: Workshop) -> dict[str, Any]:
         at = m + float(distance) * vectors[:, 0]  # along the way down, where S < 0 and the gap to S* is largest below
         sides = toy.pl_sides(at, 1.0)
         approach.append({"distance": float(distance), "quotient": sides.left / sides.right})
-    plt = _pyplot()
+    plt = pyplot()
     figure = plt.figure(figsize=(11, 4.4), layout="constrained")
     grid = torch.linspace(-4, 4, 161, dtype=torch.float64)
     m1, m2 = torch.meshgrid(grid, grid, indexing="ij")
@@ -78,7 +62,7 @@ def surface(workshop: Workshop) -> dict[str, Any]:
     flat.set_xlabel("m1")
     flat.set_ylabel("m2")
     flat.legend(loc="lower right", fontsize=8, facecolor="#343a40", labelcolor="white")
-    _save(plt, figure, workshop.place / "surface.png")
+    save(figure, workshop.place / "surface.png")
     return {
         "saddle": [float(v) for v in m],
         "gradient_norm": float(toy.gradient(m).norm()),
@@ -119,7 +103,7 @@ def theorem1(workshop: Workshop) -> dict[str, Any]:
         path = np.abs(_path(toy, FAFED(eta, alpha, beta=0.5, rho=rho), rounds // 4 if quick and q == 20 else rounds, q))
         fafed.append({"q": q, "eta": eta, "alpha": alpha, "rho": rho, "expected": expected, "end": float(path[-1])})
         paths[f"FAFED, q = {q}, η/ρ = {eta / rho:g}"] = path
-    plt = _pyplot()
+    plt = pyplot()
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for colour, (name, path) in zip(COLOURS, paths.items()):
         panels[int(name.startswith("FAFED"))].plot(path, color=colour, label=name, linewidth=1.7)
@@ -130,7 +114,7 @@ def theorem1(workshop: Workshop) -> dict[str, Any]:
         panel.grid(alpha=0.25)
         panel.legend(frameon=False, fontsize=8)
     panels[1].set_yscale("log")
-    _save(plt, figure, workshop.place / "theorem1.png")
+    save(figure, workshop.place / "theorem1.png")
     return {"naive": naive, "fafed": fafed, "figures": ["theorem1.png"]}
 
 

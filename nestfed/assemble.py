@@ -23,11 +23,14 @@ from nestfed.problems import language, omniglot, sine
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
 from nestfed.problems.classify import Classify
+from nestfed.problems.flat import channels_last
 from nestfed.problems.invariant import InvariantClients, InvariantLogistic, accuracy
 from nestfed.problems.maml import MAML
 from nestfed.report import metrics
 
 Metrics = dict[str, float]
+CHUNK = 250
+"""Examples that are scored at once: more no longer fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def scored(
     model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a model's scores of examples that were held out, and their labels."""
-    scores = torch.cat([model(prepared.ready(part.to(device))) for part in held.x.split(1000)])
+    scores = torch.cat([model(channels_last(prepared.ready(part.to(device)))) for part in held.x.split(CHUNK)])
     return scores.double().cpu().numpy(), held.y.numpy()
 
 

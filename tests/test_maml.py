@@ -378,11 +378,11 @@ def test_few_shot_evaluation_is_fixed_and_counts() -> None:
     before = FewShotTest(episodes, 30, steps=0)(problem.bind(problem.x0))
     assert before == {"accuracy": pytest.approx(0.2), "accuracy_ci95": pytest.approx(0.0, abs=1e-9)}
     each = test.accuracies(problem.bind(problem.x0))
-    found = test(problem.bind(problem.x0), "val_")
-    assert found["val_accuracy"] == pytest.approx(float(each.mean()))
-    assert found["val_accuracy"] > 0.5  # the corners tell turn and character
-    assert found["val_accuracy_ci95"] == pytest.approx(1.96 * float(each.std()) / 30**0.5)
-    assert found == test(problem.bind(problem.x0), "val_")
+    found = test(problem.bind(problem.x0))
+    assert found["accuracy"] == pytest.approx(float(each.mean()))
+    assert found["accuracy"] > 0.5  # the corners tell turn and character
+    assert found["accuracy_ci95"] == pytest.approx(1.96 * float(each.std()) / 30**0.5)
+    assert found == test(problem.bind(problem.x0))
     assert not torch.equal(test.tasks(range(2))[0][0], FewShotTest(episodes, 30, stream=1).tasks(range(2))[0][0])
 
 

@@ -47,7 +47,9 @@ def timed(command: list[str], most: float = 900) -> dict[str, Any]:
         rounds: list[float] = []
         memory, looked = 0.0, 0.0
         while process.poll() is None or rounds == []:
-            if time.perf_counter() - looked > 2:  # rarely: the kernel walks all pages for it, which slows those who work
+            if (
+                time.perf_counter() - looked > 2
+            ):  # rarely: the kernel walks all pages for it, which slows those who work
                 memory, looked = max(memory, held(tree(process.pid))), time.perf_counter()
             while line := process.stdout.readline():
                 if line.startswith("round"):

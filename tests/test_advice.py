@@ -17,6 +17,7 @@ from nestfed.advice import NestfedWarning, TheoryWarning, choose, look_at, plate
 from nestfed.algorithms import TABLE, build
 from nestfed.core import Differentiable, NestfedError, Saddle
 from nestfed.data.clients import Examples
+from nestfed.engine.progress import Progress, flat_since
 from nestfed.problems import Minimize
 from nestfed.problems.toys import MinimaxToy
 
@@ -175,3 +176,27 @@ def test_every_warning_names_a_section_that_exists() -> None:
     named = set(re.findall(r'"([a-z-]+)",\n\s*(?:TheoryWarning,\n\s*)?\)', source))
     assert {"few-positives", "drift", "stalled", "theorem"} == named
     assert named <= sections
+
+
+@pytest.mark.parametrize(
+    ("values", "since"),
+    [
+        ([0.5, 0.6, 0.7, 0.8, 0.9, 0.95], None),  # rises
+        ([0.5, 0.9, 0.9, 0.9004, 0.9], None),  # four in a row are too few
+        ([0.5, 0.9, 0.9, 0.9004, 0.9, 0.9005], 20),
+        ([0.1 * i for i in range(16)] + [1.5] * 5, None),  # six of 21 are less than a third
+        ([0.1 * i for i in range(10)] + [0.9] * 5, 100),
+        ([-5000.0, -3000.0] + [-1000.0, -1000.5] * 3, 30),  # near means near for its size
+    ],
+)
+def test_a_metric_that_no_longer_moves(values: list[float], since: int | None) -> None:
+    assert flat_since([(10 * (i + 1), v) for i, v in enumerate(values)]) == since
+
+
+def test_the_bar_says_that_nothing_moves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with Progress("fcsg", 8, 0, show=True) as bar:
+        for i in range(1, 9):
+            bar.update({"round": i, "loss": 0.5}, {"ap": 0.9 if i > 2 else 0.1})
+    shown = capsys.readouterr().err
+    assert "ap 0.9000  (ap flat since round 3)" in shown

@@ -19,8 +19,8 @@ from sklearn.model_selection import GridSearchCV, GroupKFold, StratifiedKFold, c
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
-from nestfed.core import NestfedError
+from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax, advice
+from nestfed.core import DivergedError, NestfedError
 from nestfed.data.partition import even
 from nestfed.estimators.batches import Balanced, BalancedAUROC
 from nestfed.estimators.labelled import calibrate
@@ -466,3 +466,23 @@ def test_agnostic_training_helps_the_worst_site(tmp_path: Path) -> None:
     found.save(tmp_path)
     again = FederatedMinimax.load(tmp_path)
     assert_allclose(again.predict(sites[0][0]), found.predict(sites[0][0]), rtol=1e-6)
+
+
+# --- a step size that is too large ---
+
+
+@pytest.mark.parametrize("times", [30.0, 100.0])  # NaN after some rounds; finite, but a loss of 1e32
+def test_a_step_size_of_our_own_that_diverges_is_made_smaller(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "STEP", {**advice.STEP, "auroc": times})
+    sites, test = cancer(2)
+    found = FederatedAUC(**QUICK).fit(sites)
+    assert found.score(*test) > 0.95
+    (told,) = [hint for hint in found.hints_ if "diverged" in hint]
+    assert f"so {found.lr_:.3g} was taken" in told
+
+
+@pytest.mark.parametrize("times", [1.0, 1000.0])
+def test_a_step_size_of_the_users_is_left_alone(times: float) -> None:
+    sites, _ = cancer(2)
+    with pytest.raises(DivergedError, match="step size is too large"), pytest.warns(advice.TheoryWarning):
+        FederatedAUC(lr=times, **QUICK).fit(sites)

@@ -75,6 +75,15 @@ def test_every_method_has_as_many_trials_on_tuning_seeds(tmp_path: Path) -> None
         assert [t.settings for t in best] == [outcome.chosen]
 
 
+def test_trials_never_see_test_data(tmp_path: Path) -> None:
+    tune(small(fedavg=ETAS), ["fedavg"], tmp_path, workers=1)
+    for place in (tmp_path / "fedavg").glob("trial-*"):
+        assert not (place / "roc.json").exists()
+        for record in read_record(place / "record.jsonl"):
+            assert "val_ap" in record
+            assert not {"ap", "auroc"} & set(record)
+
+
 def test_only_validation_metrics_are_read(tmp_path: Path) -> None:
     """With test metrics that say the opposite, the same is chosen."""
     experiment = small(fedavg=ETAS)

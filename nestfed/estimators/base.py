@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nestfed import __version__, advice, theory
 from nestfed.core import Algorithm, DivergedError, NestfedError
 from nestfed.engine.simulate import Result, simulate
+from nestfed.engine.sync import Record
 from nestfed.estimators.sites import Refused
 from nestfed.models import build
 
@@ -140,6 +141,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
                     participation=self.participation,
                     progress=self.verbose,
                 )
+                refuse_runaway(result.history)
                 break
             except DivergedError:
                 if self.lr is not None or isinstance(self.algorithm, Algorithm) or len(tried) == ATTEMPTS - 1:
@@ -151,7 +153,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         moved = float((result.x.cpu() - problem.x0.cpu()).norm())
         self.hints_ = advice.look_at(result.history, metric, moved)
         if tried:
-            steps = " and ".join(f"{lr:.3g}" for lr in tried)
+            steps = ", ".join(f"{lr:.3g}" for lr in tried)
             self.hints_ += [f"Training diverged with the measured step size {steps}, so {self.lr_:.3g} was taken."]
         return result
 
@@ -229,6 +231,13 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
     def __sklearn_is_fitted__(self) -> bool:
         """Tell scikit-learn whether `fit` was called."""
         return hasattr(self, "module_")
+
+
+def refuse_runaway(history: Sequence[Record]) -> None:
+    """Raise if the loss has grown beyond all bounds, though all numbers are still finite."""
+    losses = [r["loss"] for r in history if r.get("loss") is not None]
+    if losses and losses[-1] > 1e3 * max(1.0, abs(losses[0])):
+        raise DivergedError(f"The loss grew from {losses[0]:.3g} to {losses[-1]:.3g}: the step size is too large.")
 
 
 def in_chunks(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo docs lock test test-deploy test-slow lint format complexity bench bench-peers clean
+.PHONY: demo docs lock test test-deploy test-wheel test-slow lint format complexity bench bench-peers clean
 
 demo: $(READY)
 	$(RUN) -m nestfed demo
@@ -15,6 +15,10 @@ test: $(READY)
 # Real Flower processes on this machine, TLS and keys on, some of them killed (about six minutes).
 test-deploy: $(READY)
 	$(RUN) -m pytest -m slow tests/test_flower_e2e.py
+
+# The built wheel alone in a new environment without extras (about three minutes).
+test-wheel: $(READY)
+	$(RUN) -m pytest -m slow tests/test_wheel.py
 
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow

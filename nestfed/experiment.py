@@ -188,14 +188,6 @@ class Experiment:
         tables["algorithm"] = {"name": name, **{k: v for k, v in self.algorithm.hyper.items() if k in known}}
         return from_tables(tables)
 
-    def grid(self, name: str) -> dict[str, list[Any]]:
-        """Return a method's grid: dotted settings, each with the values to try."""
-        grid = self.methods.get(name, {}).get("grid", {})
-        for key, values in grid.items():
-            if not isinstance(values, list) or not values:
-                raise NestfedError(f"methods.{name}.grid.{key!r} must be a list of values to try.")
-        return dict(grid)
-
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those settings that decide the numbers: all but how the clients are run."""

@@ -16,6 +16,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import tarfile
 import tracemalloc
@@ -41,6 +42,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.remote import Answer, Coordinator
 from nestfed.experiment import from_tables, packaged, parse_overrides, read
 from nestfed.problems.toys import Quadratic
+from nestfed.tuning import search_space
 
 FEW, MANY = 120, 6000
 SECONDS = 10
@@ -250,7 +252,7 @@ def read_study(path: Path) -> Any:
     study.digest()
     for name in study.methods:
         variant = study.for_method(name)
-        study.grid(name)
+        search_space(study, name)
         hyper_parameters(variant.algorithm)
     return study
 
@@ -397,6 +399,21 @@ def test_many_are_more_than_a_hundred_thousand() -> None:
     assert sum(round(MANY * make().share) for make in TARGETS.values()) >= 100_000
 
 
+GUIDED = ("idx", "npz", "words", "cache", "table.csv", "experiment", "overrides", "checkpoint", "record", "flower plan")
+"""What is read by Python, so that its branches can be seen; compiled readers see random bytes above."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDED)
+def test_inputs_that_follow_the_branches(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("atheris", reason="needs atheris, which is not built for this system")
+    script = Path(__file__).with_name("guided.py")
+    command = [sys.executable, str(script), name, str(MANY), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"Done {MANY} runs" in done.stderr
+
+
 # --- structured nonsense ---
 
 scalars = st.one_of(
@@ -431,7 +448,7 @@ def test_experiments_of_any_shape(found: dict[str, Any]) -> None:
         for name in study.methods:
             with contextlib.suppress(NestfedError):
                 study.for_method(name)
-                study.grid(name)
+                search_space(study, name)
 
 
 arrays = st.one_of(

@@ -375,7 +375,7 @@ def test_packaged_comparisons_are_fair(name: str) -> None:
     experiment = read(name)
     trials = set()
     for method in experiment.methods:
-        grid = experiment.grid(method)
+        grid = experiment.methods[method]["grid"]
         combinations = list(product(*grid.values()))
         trials.add(len(combinations))
         for values in combinations:

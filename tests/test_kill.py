@@ -97,6 +97,7 @@ def child(action: Callable[[], Any], log: Path) -> int:
         os.dup2(file, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         torch.set_num_threads(1)
+        warnings.simplefilter("default")  # being told that a run begins anew is no failure
         action()
         code = 0
     except NestfedError as error:

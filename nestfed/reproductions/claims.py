@@ -231,7 +231,7 @@ def saddle(evidence: Evidence) -> Verdict:
     """Judge that there is a point with zero gradient, up one way and down the other, far above the optimum."""
     norm, curvatures = evidence.number("gradient_norm"), evidence.number("eigenvalues")
     above = evidence.number("value") - evidence.number("optimum")
-    where = _names([f"{m:.3g}" for m in evidence.number("saddle")])
+    where = _names([f"{round(m, 9) + 0.0:.3g}" for m in evidence.number("saddle")])
     holds = norm < 1e-9 and min(curvatures) < 0 < max(curvatures) and above > 0.1
     told = (
         f"at m = ({where}) the gradient is {norm:.1e}, the eigenvalues are {_names([f'{c:.3f}' for c in curvatures])}"

@@ -12,7 +12,7 @@ import numpy as np
 from sklearn.base import clone
 
 from nestfed.advice import NestfedWarning
-from nestfed.core import NestfedError
+from nestfed.core import DivergedError, NestfedError
 from nestfed.data.partition import hold_out
 from nestfed.estimators.sites import Site, gather
 
@@ -88,9 +88,7 @@ def sweep(
         one = clone(estimator).set_params(lr=lr)
         try:
             one.fit(pairs(train))
-        except NestfedError as error:
-            if "infinite" not in str(error):
-                raise
+        except DivergedError:
             found[float(one.lr_)] = float("nan")
         else:
             found[float(one.lr_)] = one.evaluate(pairs(validation))[metric]

@@ -19,7 +19,7 @@ from sklearn.base import clone
 from torch import Tensor, nn
 
 from nestfed import advice
-from nestfed.core import Algorithm, Batch, Differentiable, NestfedError, Schedule, at, positive
+from nestfed.core import Algorithm, Batch, Differentiable, DivergedError, NestfedError, Schedule, at, positive
 from nestfed.data.tables import csv_columns, label_of, load_table, parquet_columns, require_column
 from nestfed.engine.sync import Record
 from nestfed.estimators import FederatedAUC, FederatedAUPRC, FederatedClassifier

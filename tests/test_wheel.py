@@ -10,39 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from test_kill import EXPERIMENT
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("matplotlib", "flwr", "tensorboard", "pyarrow", "dp_accounting", "mkdocs", "pytest")
 pytestmark = pytest.mark.slow
-
-STUDY = """
-[data]
-name = "digits"
-binary = true
-validation = 0.25
-[partition]
-clients = 4
-[model]
-name = "mlp"
-hidden = []
-[problem]
-name = "auprc"
-outer = 2
-inner = 6
-[algorithm]
-name = "fcsg-m"
-alpha = 0.3
-beta = 0.5
-[run]
-rounds = 3
-q = 2
-[methods.fedavg]
-problem = { name = "classify", batch = 8 }
-algorithm = { name = "fedavg" }
-grid = { "algorithm.eta" = [0.3, 1.0] }
-[methods.fcsg-m]
-algorithm = { name = "fcsg-m", alpha = 0.3, beta = 0.5 }
-"""
 
 
 class Fresh:
@@ -86,7 +58,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     install = ["install", "--quiet", "--disable-pip-version-check", "-c", str(place / "versions.txt"), str(wheel)]
     subprocess.run([str(binaries / "python"), "-m", "pip", *install], check=True)
     (place / "work").mkdir()
-    (place / "work" / "study.toml").write_text(STUDY)
+    (place / "work" / "study.toml").write_text(EXPERIMENT)
     return Fresh(binaries, place / "work")
 
 

@@ -24,14 +24,13 @@ from nestfed.core import DivergedError, Fields, NestfedError, refuse_mismatch
 from nestfed.data.clients import Clients
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint, memory
+from nestfed.engine.diary import Diary
 from nestfed.engine.distributed import Group, Ranks
 from nestfed.engine.encode import RESIDUAL, Encoding
 from nestfed.engine.local import Local, Runner, Share, Tally, start_tally
 from nestfed.engine.lock import locked
 from nestfed.engine.privacy import Noise
 from nestfed.engine.progress import Progress
-from nestfed.engine.record import Log
-from nestfed.engine.record import read as read_record
 from nestfed.engine.robust import Reduction
 from nestfed.engine.sync import TAP, AnyAlgorithm, Participation, Record, RunState, drawn, span_from
 from nestfed.engine.workers import Workers
@@ -165,47 +164,14 @@ def simulate(
             state.private |= {RESIDUAL + k: table(torch.zeros_like(v), len(block)) for k, v in state.shared.items()}
         # A drawn outcome needs to know how many iterations there will be.
         tap = drawn(algorithm, rounds, q, seed) if output == "uniform" else -1
-        history: list[Record] = []
-        log: Log | None = None
         identity = f"{algorithm!r} q={q} seed={seed} N={len(clients)} d={start.numel()} {participation} {failures} {encode}".rstrip()
         identity += "".join(f" {v}" for v, usual in ((reduce, "mean"), (noise, 0), (on_nan, "stop")) if v != usual)
-        saved = -1
-        """Rounds that were over at the last checkpoint."""
-        if path is not None:
-            found: RunState | None = None
-            passed_over: list[str] = []
-            if group.leads:
-                checkpoint.sweep(path)
-                found, passed_over = checkpoint.read(path, identity, place, state)
-                if found is None and not passed_over and (lost := _recorded(path / "record.jsonl")):
-                    passed_over = [f"{path} has no checkpoint of its {lost} rounds: the run starts from the beginning."]
-                if found is not None and len(found.seen) != len(clients):
-                    raise NestfedError(f"{path} holds the checkpoint of {len(found.seen)} clients, not {len(clients)}.")
-            for sentence in passed_over:
-                warnings.warn(sentence, stacklevel=2)
-            tables = state.private
-            found = group.scatter(found, len(clients), state)
-            if found is not None:
-                state, saved = found, found.round
-                if group.count == 1:
-                    for k, v in tables.items():
-                        state.private[k] = v.copy_(state.private[k])
-                history = [r for r in read_record(path / "record.jsonl") if r["round"] <= state.round]
-                if 0 <= tap < state.t and "uniform" not in state.kept:
-                    raise NestfedError(f"output='uniform' needs a run from its start, but {path} holds one without it.")
-            if group.leads:
-                log = Log(path / "record.jsonl", history)
-                if promise:
-                    checkpoint.write_atomically(path / "privacy.txt", f"{promise}\n".encode())
-
-        def save() -> None:
-            nonlocal saved
-            if path is not None:
-                whole = group.gather(state, len(clients))
-                if log is not None:
-                    log.settle()
-                    checkpoint.write(path, whole, identity)
-                saved = state.round
+        diary = Diary(path, identity, group, len(clients))
+        state = diary.resume(state, place)
+        if 0 <= tap < state.t and "uniform" not in state.kept:
+            raise NestfedError(f"output='uniform' needs a run from its start, but {path} holds one without it.")
+        if promise and path is not None and group.leads:
+            checkpoint.write_atomically(path / "privacy.txt", f"{promise}\n".encode())
 
         def note(record: Record) -> dict[str, float]:
             """Evaluate if it is time, keep the best point, and write the record."""
@@ -219,10 +185,7 @@ def simulate(
                     metrics |= {k: float(v) for k, v in measure(state.shared).items()}
             if output == "best" and metrics:
                 state.keep_best(state.shared[algorithm.point], metrics, best)
-            record |= metrics
-            history.append(record)
-            if log is not None:
-                log.add(record)
+            diary.add(record | metrics)
             return metrics
 
         # What a round brings along anyway need not lie in the template too.
@@ -243,7 +206,7 @@ def simulate(
         clock = _Clock(engine.laps)
         del template
         try:
-            if state.round == 0 and not history and (evaluate or measure):
+            if state.round == 0 and not diary.history and (evaluate or measure):
                 note(state.record(None, None, 0))
             with (
                 Progress(label or algorithm.name, rounds, state.round, progress if group.leads else False) as bar,
@@ -257,15 +220,9 @@ def simulate(
                         with _threads(1 if vectorised and place.type == "cpu" else 0):
                             loss, drift, took_part = engine.round(state, taking_part, tap)
                     except NestfedError as error:
-                        if path is None or not state.round:
-                            raise
-                        if not state.private:  # otherwise some clients are already in the round that failed
-                            save()
-                        if saved < 0:
-                            raise
-                        raise type(error)(
-                            f"{error} The last good checkpoint is in {path}, after round {saved}."
-                        ) from error
+                        if where := diary.rescue(state):
+                            raise type(error)(f"{error} {where}") from error
+                        raise
                     for n in engine.dropped.keys() - left_out:  # once for each client, or a long run tells nothing else
                         left_out.add(n)
                         warnings.warn(f"{engine.dropped[n]} It is left out of this round.", stacklevel=2)
@@ -278,7 +235,7 @@ def simulate(
                     asked = group.any(interrupted.is_set(), place)
                     if over or asked or state.round % checkpoint_every == 0:
                         began = time.perf_counter()
-                        save()
+                        diary.save(state)
                         clock.passed("saving", began)
                     if asked and not over:
                         how = (
@@ -289,10 +246,11 @@ def simulate(
                         raise Interrupted(f"Stopped after round {state.round} of {rounds}{how}.")
         finally:
             runner.close()
-            if log is not None:
-                log.close()
+            diary.close()
         x = state.shared[algorithm.point] if output == "last" else group.agree(state.outcome(algorithm.point, output))
-        return Result(x, problem.module(x), history, dict(state.shared), dict(state.private), clock.table(), promise)
+        return Result(
+            x, problem.module(x), diary.history, dict(state.shared), dict(state.private), clock.table(), promise
+        )
 
 
 class _Clock:
@@ -406,14 +364,6 @@ class _Engine:
         if self.blur is None:
             return {k: base[k] + v.div_(count) for k, v in tally.sums.items()}
         return self.blur.mean(tally.sums, base, state.round, self.seed)
-
-
-def _recorded(path: Path) -> int:
-    """Return how many rounds a record that nobody can go on from holds."""
-    try:
-        return max((int(r["round"]) for r in read_record(path)), default=0)
-    except NestfedError:
-        return 1  # it cannot be read, but something was there
 
 
 def _make(path: Path) -> None:

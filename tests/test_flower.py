@@ -27,8 +27,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from nestfed.assemble import Assembly
 from nestfed.core import NestfedError
-from nestfed.engine import flower
-from nestfed.engine.flower import Custom, client_app, server_app
+from nestfed.engine.flower import Custom, client_app, server, server_app
+from nestfed.engine.flower.messages import read_plan, stamp_of
 from nestfed.engine.record import read as read_record
 from nestfed.engine.simulate import simulate
 from nestfed.experiment import Experiment, RunSpec, from_tables
@@ -112,7 +112,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower, "time", Clock())
+    monkeypatch.setattr(server, "time", Clock())
     for name, value in {"_run_id": 1, "_node_id": 1, "_task_id": 1}.items():
         monkeypatch.setattr(TaskIdentity, name, value)  # what Flower's processes know of themselves
 
@@ -516,7 +516,7 @@ def test_wrong_node_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for wrong in ({"client": -1}, {"client": "0"}, {"site": "../up"}, {"file": "x.csv"}):
         grid = federation(study, tmp_path, 1)
         grid.configs[100] |= wrong
-        message = Message(RecordDict({"order": flower._stamp(study)}), 100, "query.hello")
+        message = Message(RecordDict({"order": stamp_of(study)}), 100, "query.hello")
         grid.push_messages([message])
         assert grid.messages[-1][2].content["trouble"]["kind"] == "failed"  # type: ignore[union-attr]
     assert "client=0 for the first" in caplog.text
@@ -674,7 +674,7 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
     from nestfed.site import Place, at_site, own
 
     grid, experiment = hospitals(tmp_path, {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, "auroc")
-    plan, _ = flower._read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
     assert plan.features == ("age", "cost", "ward=a", "ward=b", "ward=c")
     places = [Place(n, str(tmp_path / f"hospital-{n}.csv")) for n in range(3)]
     mine = [own(experiment, place) for place in places]
@@ -705,7 +705,7 @@ def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> 
         else {"name": "fcsg-m", "alpha": 0.5, "beta": 0.5}
     )
     _, experiment = hospitals(tmp_path, algorithm, problem)
-    plan, _ = flower._read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
     mine = [own(experiment, Place(n, str(tmp_path / f"hospital-{n}.csv"))) for n in range(3)]
     x = torch.cat([plan.scale(m.prepared.x.numpy(), m.features) for m in mine])
     y = torch.cat([m.prepared.y for m in mine])
@@ -732,7 +732,7 @@ def test_a_run_that_grows_by_a_site(tmp_path: Path) -> None:
         config["data"] = str(path)
     with pytest.raises(NestfedError, match="too few answers"):
         coordinate(experiment, tmp_path, two, sites=2, attempts=1)
-    before, _ = flower._read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    before, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
     three = federation(experiment, tmp_path, 3)
     for config, path in zip(three.configs.values(), paths):
         config["data"] = str(path)
@@ -741,7 +741,7 @@ def test_a_run_that_grows_by_a_site(tmp_path: Path) -> None:
     assert [r["participants"] for r in records] == [0, 2, 2, 3, 3]
     orders = [m.content["order"] for node, m, _ in shipped(three, "train") if node == 102]
     assert [o["seen"] for o in orders] == [-1, 3]
-    plan, _ = flower._read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
     np.testing.assert_array_equal(plan.mean, before.mean)  # as it was agreed at the start
 
 

@@ -263,16 +263,16 @@ def overrides(folder: Path, content: bytes) -> Any:
 
 
 def flower_arrays(folder: Path, content: bytes) -> Any:
-    flower = pytest.importorskip("nestfed.engine.flower", reason="deployment is an extra")
+    flower = pytest.importorskip("nestfed.engine.flower.messages", reason="deployment is an extra")
     from flwr.app import Array, ArrayRecord
 
     record = ArrayRecord({"x": Array("float64", (3,), "numpy.ndarray", content)})
-    return flower._tensors(record, 100_000)
+    return flower.tensors_of(record, 100_000)
 
 
 def flower_plan(path: Path) -> Any:
-    flower = pytest.importorskip("nestfed.engine.flower", reason="deployment is an extra")
-    return flower._read_plan(path)
+    flower = pytest.importorskip("nestfed.engine.flower.messages", reason="deployment is an extra")
+    return flower.read_plan(path)
 
 
 def plan_seed() -> bytes:

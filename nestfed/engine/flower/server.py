@@ -1,19 +1,8 @@
-"""Flower: the same rounds between machines that share nothing but named fields (`pip install 'nestfed[flower]'`).
-
-    app = client_app("experiment.toml")     # at every site; its node configuration says which client it is
-    app = server_app("experiment.toml")     # at the coordinator; the app's configuration holds the rules
-
-Messages: `query.hello` and `query.spread` before the first round (counts, sums, names), then `train` with the shared
-fields, and `evaluate` to sites that are not asked in a round. No other kind of message is answered. Whatever goes
-wrong at a site is told there, in its own log; the coordinator only hears of which kind it is.
-"""
+"""The coordinator: it asks, waits, averages, and writes what a simulation would write."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -24,323 +13,40 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as save_arrays
-from torch import Tensor
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-import nestfed
-from nestfed.core import Fields, NestfedError
+from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
-from nestfed.engine.encode import Encoding, squeeze
+from nestfed.engine.encode import Encoding
+from nestfed.engine.flower.messages import (
+    LOG,
+    TROUBLES,
+    Custom,
+    arrays_of,
+    broadcast_record,
+    mismatch,
+    plan_record,
+    read_plan,
+    stamp_of,
+    study_of,
+    tensors_of,
+    write_plan,
+)
 from nestfed.engine.lock import locked
-from nestfed.engine.remote import Answer, Coordinator, LostStateError, Order, RefusedError, Rules, Site, Store
+from nestfed.engine.remote import Answer, Coordinator, RefusedError, Rules
 from nestfed.engine.sync import Participation
-
-try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid, ServerApp
-    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-except ImportError as error:
-    raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.") from error
 
 if TYPE_CHECKING:
     from nestfed.assemble import Assembly
-    from nestfed.experiment import RunSpec
-    from nestfed.site import Facts, Place, Plan
+    from nestfed.site import Facts, Plan
 
-PROTOCOL = 1
-"""Raised when messages change."""
+
 POLL = 0.2
 """Seconds between two looks for answers."""
 MOST_TALLY = 1_000_000
 """Bytes of a site's counts that are believed."""
-_LOG = logging.getLogger("flwr")  # what `flwr run --stream` and a site's own terminal show
-
-TROUBLES = {
-    "another-experiment": "it was started for another experiment, or reads this one differently",
-    "another-version": f"it does not run nestfed {nestfed.__version__} with protocol {PROTOCOL}",
-    "lost-state": "it does not have its private fields of the round it last took part in; bring back its `state` "
-    "folder, or set lost-state to restart",
-    "no-plan": "it has no plan yet",
-    "failed": "it could not do what it was asked; its own log says why",
-}
-
-
-@dataclass(frozen=True)
-class Custom:
-    """A problem written in Python instead of an experiment file. `make` is called at every site and coordinator."""
-
-    name: str
-    make: Callable[[], Assembly]
-    run: RunSpec
-
-    def resolved(self) -> dict[str, Any]:
-        """Return the settings as plain data."""
-        return {"custom": self.name, "algorithm": repr(self.make().algorithm), "run": asdict(self.run)}
-
-    def digest(self) -> str:
-        """Return a short name of these settings."""
-        return hashlib.sha256(json.dumps(self.resolved(), sort_keys=True).encode()).hexdigest()[:10]
-
-
-Source = "str | Path | Experiment | Custom"
-
-
-def _study(source: Any) -> Any:
-    if isinstance(source, str | Path):
-        from nestfed.experiment import read
-
-        return read(source)
-    return source
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Arrays in messages
-
-
-def _record(fields: Mapping[str, Tensor]) -> ArrayRecord:
-    return ArrayRecord({k: Array(v.detach().cpu().contiguous().numpy()) for k, v in fields.items()})
-
-
-def _numbers(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    return ArrayRecord({k: Array(np.ascontiguousarray(v).reshape(v.shape)) for k, v in arrays.items()})
-
-
-def _arrays(record: ArrayRecord, most: int | None = None) -> dict[str, np.ndarray]:
-    """Decode arrays (never pickles), after a look at their size."""
-    if most is not None and sum(len(a.data) for a in record.values()) > most:
-        raise RefusedError("it sent more bytes than were asked for.")
-    try:
-        return {k: np.array(a.numpy()) for k, a in record.items()}
-    except Exception as error:  # a header of hostile bytes may raise anything, from TokenError to MemoryError
-        raise RefusedError("it sent arrays that cannot be read.") from error
-
-
-def _tensors(record: ArrayRecord, most: int | None = None) -> dict[str, Tensor]:
-    try:
-        return {k: torch.from_numpy(a) for k, a in _arrays(record, most).items()}
-    except TypeError as error:
-        raise RefusedError("it sent arrays of an unknown kind of number.") from error
-
-
-def _stamp(study: Any, **more: Any) -> ConfigRecord:
-    return ConfigRecord({"protocol": PROTOCOL, "version": nestfed.__version__, "digest": study.digest(), **more})
-
-
-def _mismatch(study: Any, stamp: Mapping[str, Any]) -> str:
-    if stamp.get("protocol") != PROTOCOL or stamp.get("version") != nestfed.__version__:
-        return "another-version"
-    return "another-experiment" if stamp.get("digest") != study.digest() else ""
-
-
-def _broadcast_record(encoding: Encoding, shared: Fields) -> ArrayRecord:
-    return _record({k: squeeze(encoding.down, v)[""] for k, v in shared.items()} if encoding.down else shared)
-
-
-def _received(encoding: Encoding, record: ArrayRecord) -> dict[str, Tensor]:
-    fields = _tensors(record)
-    return {k: v.view(torch.bfloat16) for k, v in fields.items()} if encoding.down == "bfloat16" else fields
-
-
-def _plan_record(plan: Plan) -> tuple[ConfigRecord, ArrayRecord]:
-    words: dict[str, Any] = {"clients": plan.clients, "shape": list(plan.shape), "p": plan.p}
-    words |= {"classes": list(plan.classes), "features": list(plan.features)}
-    arrays = {"mean": plan.mean, "deviation": plan.deviation, "gaps": plan.gaps}
-    return ConfigRecord(words), _numbers(arrays)
-
-
-def _plan(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Plan:
-    from nestfed.site import Plan
-
-    return Plan(
-        int(words["clients"]), tuple(words["shape"]), tuple(words["classes"]), float(words["p"]),
-        tuple(words["features"]), arrays["mean"], arrays["deviation"], arrays["gaps"].astype(bool),
-    )  # fmt: skip
-
-
-def _write_plan(path: Path, plan: Plan, token: str) -> None:
-    words, _ = _plan_record(plan)
-    arrays = {"mean": plan.mean, "deviation": plan.deviation, "gaps": plan.gaps.astype(np.uint8)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save_arrays(arrays, {"plan": json.dumps(dict(words)), "token": token}))
-
-
-def _read_plan(path: Path) -> tuple[Plan, str] | None:
-    if not path.exists():
-        return None
-    try:
-        with safe_open(path, "np") as file:
-            words = file.metadata()
-            return _plan(json.loads(words["plan"]), {k: file.get_tensor(k) for k in file.keys()}), words["token"]  # noqa: SIM118
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise NestfedError(f"{path} is damaged: delete it, or start in another directory.") from error
-
-
-# ---------------------------------------------------------------------------------------------------------
-# A site
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A site's node configuration."""
-
-    place: Place
-    name: str
-    state: Path
-    pinned: str
-    threads: int
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> _Node:
-        from nestfed.site import Place
-
-        known = ("client", "site", "data", "state", "experiment", "threads")
-        if wrong := [k for k in config if k not in known]:
-            raise NestfedError(f"The node configuration knows {', '.join(known)}, but not {wrong[0]!r}.")
-        n = config.get("client")
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise NestfedError("The node configuration must say which client this is: client=0 for the first.")
-        name = str(config.get("site", f"site-{n}"))
-        if not re.fullmatch(r"[\w.-]{1,64}", name) or name.startswith("."):
-            raise NestfedError(f"A site's name is made of letters, digits, '-', '_' and '.', not {name!r}.")
-        state = config.get("state")
-        if not state:
-            from platformdirs import user_data_path
-
-            state = user_data_path("nestfed") / "sites" / name
-        data = str(config.get("data", ""))
-        return cls(
-            Place(n, data), name, Path(str(state)), str(config.get("experiment", "")), int(config.get("threads", 0))
-        )
-
-
-def client_app(source: Any) -> ClientApp:
-    """Return a site's app for an experiment file, an `Experiment`, or a `Custom` problem."""
-    app = ClientApp()
-
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return _safely(message, lambda: _hello(_study(source), message, context))
-
-    @app.query("spread")
-    def spread(message: Message, context: Context) -> Message:
-        return _safely(message, lambda: _spread(_study(source), message, context))
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return _safely(message, lambda: _work(_study(source), message, context, training=True))
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return _safely(message, lambda: _work(_study(source), message, context, training=False))
-
-    return app
-
-
-def _safely(message: Message, act: Callable[[], RecordDict]) -> Message:
-    """Answer in any case. The text of an error may quote the site's data, so it stays in the site's log."""
-    try:
-        content = act()
-    except _TroubleError as trouble:
-        _LOG.log(WARNING, "nestfed: %s", trouble)
-        content = _trouble(trouble.kind)
-    except LostStateError as error:
-        _LOG.log(WARNING, "nestfed: %s", error)
-        content = _trouble("lost-state")
-    except Exception:
-        _LOG.exception("nestfed: this site cannot do what it was asked.")
-        content = _trouble("failed")
-    return Message(content, reply_to=message)
-
-
-class _TroubleError(NestfedError):
-    def __init__(self, kind: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.kind = kind
-
-
-def _trouble(kind: str) -> RecordDict:
-    return RecordDict({"trouble": ConfigRecord({"kind": kind})})
-
-
-def _site(study: Any, message: Message, context: Context) -> tuple[_Node, Mapping[str, Any]]:
-    """Return the site's configuration and the order's words, unless it must not take part."""
-    node = _Node.read(context.node_config)
-    if node.threads:
-        torch.set_num_threads(node.threads)
-    order: Mapping[str, Any] = message.content["order"]
-    if kind := _mismatch(study, order):
-        raise _TroubleError(kind, f"the coordinator runs another experiment or version: {dict(order)}.")
-    if node.pinned and node.pinned != study.digest():
-        raise _TroubleError(
-            "another-experiment", f"this site takes part in experiment {node.pinned}, not in {study.digest()}."
-        )
-    return node, order
-
-
-def _hello(study: Any, message: Message, context: Context) -> RecordDict:
-    from nestfed.site import Facts, facts
-
-    node, _ = _site(study, message, context)
-    if isinstance(study, Custom):
-        parts = getattr(study.make().clients, "parts", None)
-        told = Facts(examples=0 if parts is None else len(parts[node.place.n]))
-    else:
-        told = facts(study, node.place)
-    words = _stamp(
-        study, client=node.place.n, site=node.name, examples=told.examples, positives=told.positives,
-        shape=list(told.shape), classes=list(told.classes), features=list(told.features),
-    )  # fmt: skip
-    return RecordDict({"site": words, "sums": _numbers({"known": told.known, "total": told.total})})
-
-
-def _spread(study: Any, message: Message, context: Context) -> RecordDict:
-    from nestfed.site import spread
-
-    node, _ = _site(study, message, context)
-    plan = _plan(message.content["plan"], _arrays(message.content["scaling"]))  # type: ignore[arg-type]
-    return RecordDict({"site": _stamp(study), "squares": _numbers({"squares": spread(study, node.place, plan)})})
-
-
-def _work(study: Any, message: Message, context: Context, training: bool) -> RecordDict:
-    from nestfed.site import Made, at_site
-
-    node, words = _site(study, message, context)
-    run, encoding = study.run, Encoding.parse(study.run.encode)
-    token = str(words["token"])
-    if not re.fullmatch(r"[0-9a-f]{16}", token):
-        raise NestfedError("The order has no proper token.")
-    folder = node.state / token
-    if "plan" in message.content:
-        plan = _plan(message.content["plan"], _arrays(message.content["scaling"]))  # type: ignore[arg-type]
-        _write_plan(folder / "plan.safetensors", plan, token)
-    found = _read_plan(folder / "plan.safetensors")
-    if found is None:
-        raise _TroubleError("no-plan", f"there is no plan in {folder}; the coordinator will send it again.")
-    plan = found[0]
-    n = node.place.n
-    made = Made(study.make(), lambda model: {}) if isinstance(study, Custom) else at_site(study, node.place, plan)
-    problem, algorithm, clients = made.assembly.problem, made.assembly.algorithm, made.assembly.clients
-    if hasattr(clients, "seeded"):
-        clients = clients.seeded(run.seed)
-    shared = {k: v.to(problem.x0.dtype) for k, v in _received(encoding, message.content["shared"]).items()}  # type: ignore[arg-type]
-    order = Order(int(words["round"]), int(words["t"]), int(words["seen"]), int(words["tap"]))
-    reply = RecordDict({"answer": _stamp(study, token=token, client=n, round=order.round)})
-    if words["evaluate"]:
-        with torch.no_grad():
-            reply["tally"] = _numbers(made.tally(problem.bind(shared[algorithm.point])))
-    if training:
-        identity = f"{study.digest()} {token} client {n}"
-        site = Site(problem, algorithm, clients, n, run.q, run.seed, Store(folder, identity), encoding)
-        answer = site(order, shared)
-        reply["fields"] = _record(answer.fields)
-        reply["report"] = MetricRecord({"loss": answer.loss, "moved": answer.moved, "examples": answer.examples})
-    return reply
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The coordinator
 
 
 @dataclass(frozen=True)
@@ -438,7 +144,7 @@ class _Server:
 
     def say(self, sentence: str, level: int = WARNING) -> None:
         """Tell the coordinator's people; warnings stay in sites.log."""
-        _LOG.log(level, "nestfed: %s", sentence)
+        LOG.log(level, "nestfed: %s", sentence)
         if level >= WARNING:
             with (self.setup.out / "sites.log").open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
@@ -459,7 +165,7 @@ class _Server:
         for node in risen | free:
             self.refused.discard(node)
             self.doubles.pop(node, None)
-            self.post.send(node, "query.hello", RecordDict({"order": _stamp(self.study)}))
+            self.post.send(node, "query.hello", RecordDict({"order": stamp_of(self.study)}))
         return risen
 
     def nodes(self) -> dict[int, int]:
@@ -505,7 +211,7 @@ class _Server:
         words = reply.content.get(key)
         if not isinstance(words, ConfigRecord):
             raise RefusedError("its answer is not one of nestfed's.")
-        if kind := _mismatch(self.study, words):
+        if kind := mismatch(self.study, words):
             raise _Spoke(kind, f"{TROUBLES[kind]}.")
         return words
 
@@ -514,7 +220,7 @@ class _Server:
 
         sums = reply.content.get("sums")
         try:
-            arrays = _arrays(sums, 10_000_000) if isinstance(sums, ArrayRecord) else {}
+            arrays = arrays_of(sums, 10_000_000) if isinstance(sums, ArrayRecord) else {}
             told = Facts(
                 int(words["examples"]), int(words["positives"]), tuple(words["shape"]), tuple(words["classes"]),
                 tuple(words["features"]), arrays["known"], arrays["total"],
@@ -545,7 +251,7 @@ class _Server:
     def plan(self) -> tuple[Plan, str]:
         """Return what all sites agree on: as it was before, or from what those who are there tell."""
         path = self.setup.out / "plan.safetensors"
-        if found := _read_plan(path):
+        if found := read_plan(path):
             return replace(found[0], clients=self.setup.sites), found[1]
         total, least = self.setup.sites, self.setup.rules.least
         if not self.wait(lambda: len(self.nodes()) >= total) and len(self.nodes()) < least:
@@ -555,7 +261,7 @@ class _Server:
             )
         token = secrets.token_hex(8)
         plan = self._agree()
-        _write_plan(path, plan, token)
+        write_plan(path, plan, token)
         return plan, token
 
     def _agree(self) -> Plan:
@@ -568,10 +274,10 @@ class _Server:
         plan = merge(told, self.setup.sites, self.setup.rules.by_examples)
         if not plan.features:
             return plan
-        words, arrays = _plan_record(plan)
+        words, arrays = plan_record(plan)
         for node in there.values():
             self.post.send(
-                node, "query.spread", RecordDict({"order": _stamp(self.study), "plan": words, "scaling": arrays})
+                node, "query.spread", RecordDict({"order": stamp_of(self.study), "plan": words, "scaling": arrays})
             )
         squares: dict[int, np.ndarray] = {}
         end = time.monotonic() + self.setup.rules.deadline
@@ -580,7 +286,7 @@ class _Server:
                 if kind == "query.spread":
                     try:
                         self._words(reply, "site")
-                        values = _arrays(reply.content["squares"])["squares"]  # type: ignore[arg-type]
+                        values = arrays_of(reply.content["squares"])["squares"]  # type: ignore[arg-type]
                     except (RefusedError, KeyError) as error:
                         raise NestfedError(f"Site {self.name(node)} told no sums of squares: {error}") from error
                     if values.shape != plan.mean.shape or not np.isfinite(values).all() or (values < 0).any():
@@ -691,7 +397,7 @@ class _Server:
         end = time.monotonic() + self.setup.rules.deadline
         open_: set[int] = set()
         trained = 0
-        shared = _broadcast_record(self.encoding, c.state.shared)
+        shared = broadcast_record(self.encoding, c.state.shared)
 
         def put(n: int) -> None:
             nonlocal trained
@@ -700,9 +406,9 @@ class _Server:
                 return
             kind = "train" if n in wanted else "evaluate"
             words = {**asdict(c.order(n)), "token": token, "evaluate": due}
-            content = RecordDict({"order": _stamp(self.study, **words), "shared": shared})
+            content = RecordDict({"order": stamp_of(self.study, **words), "shared": shared})
             if node not in self.planned:
-                content["plan"], content["scaling"] = _plan_record(plan)
+                content["plan"], content["scaling"] = plan_record(plan)
             self.post.send(node, kind, content, str(c.state.round + 1))
             open_.add(n)
             trained += kind == "train"
@@ -773,7 +479,7 @@ class _Server:
         counted: Mapping[str, np.ndarray] = {}
         tally = reply.content.get("tally")
         if isinstance(tally, ArrayRecord) and due:
-            counted = _arrays(tally, MOST_TALLY)
+            counted = arrays_of(tally, MOST_TALLY)
             if sentence := refuse_tally(counted):
                 raise RefusedError(sentence)
         if training:
@@ -786,7 +492,7 @@ class _Server:
             if len(numbers) != 3 or len(report) != 3 or not isinstance(numbers[2], int):
                 raise RefusedError("its report is not as asked.")
             loss, moved, examples = numbers
-            answer = Answer(c.state.round, _tensors(fields, most), float(loss), float(moved), int(examples))
+            answer = Answer(c.state.round, tensors_of(fields, most), float(loss), float(moved), int(examples))
             answers[n] = c.believe(answer)
         if counted:
             tallies[n] = counted
@@ -848,7 +554,7 @@ def server_app(source: Any) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        study = _study(source)
+        study = study_of(source)
         _Server(study, _Setup.read(study, context.run_config), grid).run()
 
     return app

@@ -13,7 +13,7 @@ import typer
 
 from nestfed.commands import lr_find_command, predict_command, train_command
 from nestfed.core import NestfedError
-from nestfed.deploy import deploy_app
+from nestfed.deploy.commands import deploy_app
 from nestfed.report.page import size
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def run_(
     tensorboard: TensorBoard = False,
 ) -> None:
     """Carry out an experiment file (or one of `nestfed list`). The same command goes on with an unfinished run."""
+    from nestfed.engine.record import metrics_of
     from nestfed.report.events import following
     from nestfed.report.html import write
     from nestfed.report.plot import curves, drawable
@@ -129,7 +130,7 @@ def run_(
         history = run(experiment, place, label=experiment.algorithm.name, profile=laps.update if profile else None)
     if not leads():
         return
-    metrics = [k for k in history[-1] if k not in _COSTS and history[-1][k] is not None]
+    metrics = list(metrics_of(history[-1]))
     for metric in metrics:
         say(f"{metric:12} {last(history, metric):.4f}")
     end = history[-1]
@@ -163,9 +164,6 @@ def _profile(laps: dict[str, float]) -> None:
         table.add_row(name, f"{seconds:.3f}", f"{100 * seconds / total:.1f} %")
     say()
     say(table)
-
-
-_COSTS = ("round", "iteration", "participants", "loss", "drift", "examples", "bytes_up", "bytes_down", "seconds")
 
 
 @app.command("compare")

@@ -800,7 +800,7 @@ def test_init_writes_an_app_that_runs(tmp_path: Path) -> None:
 
 
 def test_init_refuses(tmp_path: Path) -> None:
-    from nestfed.deploy import init
+    from nestfed.deploy.app import init
 
     (tmp_path / "file").touch()
     experiment = labelled("auroc", {"name": "fmgda"})
@@ -825,7 +825,7 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-    from nestfed.deploy import write_certificates, write_key
+    from nestfed.deploy.certificates import write_certificates, write_key
 
     write_certificates(tmp_path, ["coordinator.example.org", "192.0.2.7"])
     authority, server = (x509.load_pem_x509_certificate((tmp_path / f).read_bytes()) for f in ("ca.crt", "server.pem"))

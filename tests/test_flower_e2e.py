@@ -21,7 +21,10 @@ pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed
 
 from safetensors.torch import load_file
 
-from nestfed.deploy import LOOPBACK, Local, Processes, _marked, free_port, write_app, write_key
+from nestfed.deploy.app import write_app
+from nestfed.deploy.certificates import write_key
+from nestfed.deploy.local import LOOPBACK, Local, free_port
+from nestfed.deploy.processes import Processes, marked
 from nestfed.engine.record import read as read_record
 from nestfed.experiment import Experiment, from_tables
 from nestfed.running import run as simulated
@@ -71,8 +74,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
             local.supernode(n)
         yield local
         mark = processes.mark
-        assert len(_marked(mark)) >= 2 * (SITES + 1)
-    assert not _marked(mark)
+        assert len(marked(mark)) >= 2 * (SITES + 1)
+    assert not marked(mark)
     assert not [line for line in listing() if str(folder) in line]
 
 

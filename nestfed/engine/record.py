@@ -13,6 +13,14 @@ from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
 from nestfed.engine.sync import Record
 
+COSTS = ("round", "iteration", "participants", "loss", "drift", "examples", "bytes_up", "bytes_down", "seconds")
+"""What every record holds; all else in it are metrics."""
+
+
+def metrics_of(record: Record) -> dict[str, float]:
+    """Return the metrics of a record, those that were taken."""
+    return {k: v for k, v in record.items() if k not in COSTS and v is not None}
+
 
 def line(record: Record) -> str:
     """Return one line; a number that JSON does not know becomes null."""

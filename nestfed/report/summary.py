@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from nestfed.core import NestfedError
-from nestfed.engine.record import read
+from nestfed.engine.record import COSTS, read
 from nestfed.engine.sync import Record
 from nestfed.report.page import Cell, Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table, size
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from nestfed.running import Outcome
 
 History = Sequence[Record]
-COSTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_down", "seconds")
 TRAINING = ("loss", "drift")
 _FALLING = ("loss", "drift", "log_loss", "perplexity", "mse")
 
@@ -279,7 +278,7 @@ def _differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
 def _metrics(histories: Sequence[History], settings: Mapping[str, Any]) -> list[str]:
     """Return the test metrics of records, the one that decides first."""
     keys = dict.fromkeys(k for history in histories for record in history for k, v in record.items() if v is not None)
-    found = [k for k in keys if k not in COSTS and k not in TRAINING and not k.startswith("val_")]
+    found = [k for k in keys if k not in COSTS and not k.startswith("val_")]
     found = [k for k in found if k.removesuffix("_error") not in found or not k.endswith("_error")]  # certainties
     return sorted(found, key=lambda k: k != settings["run"]["metric"])
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
+from nestfed.engine.record import metrics_of
 from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment, from_tables, read
 
@@ -65,9 +66,8 @@ class Run:
             Point(r["round"], r[metric], r["examples"], r["bytes_up"] + r["bytes_down"], r["seconds"], r["loss"])
             for r in rows
         ]
-        costs = {"round", "iteration", "participants", "loss", "drift", "examples", "bytes_up", "bytes_down", "seconds"}
-        last = {k: v for k, v in rows[-1].items() if v is not None and k not in costs and k != metric}
-        return cls(metric=metric, curve=curve, also={k: v for k, v in last.items() if k[:4] != "val_"}, **about)
+        also = {k: v for k, v in metrics_of(rows[-1]).items() if k != metric and not k.startswith("val_")}
+        return cls(metric=metric, curve=curve, also=also, **about)
 
     @property
     def final(self) -> float:

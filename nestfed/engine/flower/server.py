@@ -35,6 +35,7 @@ from nestfed.engine.flower.messages import (
     write_plan,
 )
 from nestfed.engine.lock import locked
+from nestfed.engine.record import metrics_of
 from nestfed.engine.remote import Answer, Coordinator, RefusedError, Rules
 from nestfed.engine.sync import Participation
 
@@ -516,8 +517,8 @@ class _Server:
         return {k: float(v) for k, v in found.items()}
 
     def _tell(self, c: Coordinator) -> None:
-        costs = ("iteration", "examples", "bytes_up", "bytes_down", "seconds", "round", "participants", "drift")
-        shown = {k: v for k, v in c.history[-1].items() if k not in costs and v is not None}
+        end = c.history[-1]
+        shown = ({} if end["loss"] is None else {"loss": end["loss"]}) | metrics_of(end)
         self.say(f"round {c.state.round} of {c.rounds}: " + ", ".join(f"{k} {v:.4g}" for k, v in shown.items()), INFO)
 
     def _count(self, c: Coordinator) -> None:

@@ -1,0 +1,239 @@
+"""A whole federation as processes on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nestfed.core import NestfedError
+from nestfed.deploy.app import check_experiment, write_app
+from nestfed.deploy.certificates import write_certificates, write_key
+from nestfed.deploy.processes import Processes
+
+if TYPE_CHECKING:
+    from nestfed.experiment import Experiment
+
+LOOPBACK = "127.0.0.1"
+ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+"""Nothing is told to anybody outside the federation."""
+
+
+@dataclass
+class Local:
+    """SuperLink and SuperNodes on the loopback interface."""
+
+    folder: Path
+    processes: Processes
+    insecure: bool = False
+    port: int = 0
+    node_ports: dict[int, int] = field(default_factory=dict)
+    sites: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.port = self.port or free_port()
+        self.secrets = self.folder / "secrets"
+        self.bin = Path(sys.executable).parent
+
+    def environment(self, home: str) -> dict[str, str]:
+        """Return the surroundings of a process with a home of its own."""
+        place = self.folder / "home" / home
+        place.mkdir(parents=True, exist_ok=True)
+        return {
+            **ENVIRONMENT,
+            "FLWR_HOME": str(place),
+            # Flower looks for its other commands there.
+            "PATH": f"{self.bin}{os.pathsep}{os.environ.get('PATH', '')}",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def command(self, name: str) -> str:
+        """Return the path of one of Flower's commands."""
+        found = shutil.which(name, path=self.environment("cli")["PATH"])
+        if found is None:
+            raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.")
+        return found
+
+    def superlink(self) -> None:
+        """Start the SuperLink and wait until it listens."""
+        if " " in sys.prefix:  # its database finds no migrations there and answers every request with an error
+            raise NestfedError(
+                f"Flower's SuperLink does not work from a Python environment whose path has a space ({sys.prefix}): "
+                "make one elsewhere."
+            )
+        if not self.insecure and not (self.secrets / "server.key").exists():
+            write_certificates(self.secrets, [LOOPBACK])
+        tls = ["--insecure"] if self.insecure else [
+            "--ssl-ca-certfile", str(self.secrets / "ca.crt"), "--ssl-certfile", str(self.secrets / "server.pem"),
+            "--ssl-keyfile", str(self.secrets / "server.key"), "--enable-supernode-auth",
+        ]  # fmt: skip
+        self.processes.start(
+            "superlink",
+            [
+                self.command("flower-superlink"), *tls, "--host", LOOPBACK, "--port", str(self.port),
+                "--database", str(self.folder / "superlink.db"), "--disable-runtime-dependency-installation",
+            ],
+            self.environment("superlink"),
+        )  # fmt: skip
+        self._wait_for("superlink", self.port)
+        self._write_connection()
+
+    def _write_connection(self) -> None:
+        home = Path(self.environment("cli")["FLWR_HOME"])
+        lines = ["[superlink]", 'default = "local"', "[superlink.local]", f'address = "{LOOPBACK}:{self.port}"']
+        lines.append("insecure = true" if self.insecure else f'root-certificates = "{self.secrets / "ca.crt"}"')
+        (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def register(self, *sites: int) -> None:
+        """Make the keys of sites, and tell the SuperLink of them."""
+        commands = []
+        for n in sites:
+            key, done = self.secrets / f"site-{n}.key", self.secrets / f"site-{n}.registered"
+            if not key.exists():
+                write_key(key)
+            if not done.exists():
+                commands.append(["supernode", "register", f"{key}.pub", "local", "--name", f"site-{n}"])
+        if not commands:
+            return
+        # One process for all: importing Flower's command line takes longer than what it does.
+        code = (
+            "import json, sys; from flwr.cli.app import app\n"
+            "for command in json.loads(sys.argv[1]): app(command, standalone_mode=False)"
+        )
+        done_ = subprocess.run(
+            [sys.executable, "-c", code, json.dumps(commands)],
+            env={**os.environ, **self.environment("cli")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done_.returncode:
+            said = (done_.stdout + done_.stderr).strip().splitlines()
+            raise NestfedError(f"The SuperLink does not take the sites' keys: {' '.join(said[-3:])}")
+        for n in sites:
+            (self.secrets / f"site-{n}.registered").touch()
+
+    def supernode(self, n: int, **config: Any) -> None:
+        """Start a site."""
+        values = {"client": n, "site": f"site-{n}", "state": str(self.folder / "state" / f"site-{n}"), "threads": 1}
+        words = " ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in (values | config).items())
+        key = str(self.secrets / f"site-{n}.key")
+        tls = ["--insecure"] if self.insecure else [
+            "--root-certificates", str(self.secrets / "ca.crt"), "--auth-supernode-private-key", key,
+        ]  # fmt: skip
+        self.sites[n] = config
+        port = self.node_ports.setdefault(n, free_port())
+        self.processes.start(
+            f"site-{n}",
+            [
+                self.command("flower-supernode"), *tls, "--superlink", f"{LOOPBACK}:{self.port}",
+                "--host", LOOPBACK, "--port", str(port), "--node-config", words,
+            ],
+            self.environment(f"site-{n}"),
+        )  # fmt: skip
+
+    def revive(self) -> None:
+        """Start sites again that have ended. The SuperLink turns one that was killed away for up to a minute."""
+        for n, config in self.sites.items():
+            process = self.processes.running.get(f"site-{n}")
+            if process is None or process.poll() is not None:
+                if process is not None:
+                    self.processes.stop(f"site-{n}")  # what is left of it
+                self.supernode(n, **config)
+
+    def run(self, app: Path) -> subprocess.Popen[bytes]:
+        """Start the app; the process ends when the run does."""
+        return self.processes.start(
+            "run", [self.command("flwr"), "run", str(app), "local", "--stream"], self.environment("cli")
+        )
+
+    def _wait_for(self, name: str, port: int, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.processes.running[name].poll() is not None:
+                raise NestfedError(f"The {name} stopped at once:\n{self.processes.tail(name)}")
+            with suppress(OSError), closing(socket.create_connection((LOOPBACK, port), 1)):
+                return
+            time.sleep(0.1)
+        raise NestfedError(f"The {name} does not listen after {seconds:g} s:\n{self.processes.tail(name)}")
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with closing(socket.socket()) as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def local(
+    experiment: Experiment,
+    out: Path,
+    sites: int,
+    *,
+    least: int = 0,
+    deadline: float = 600.0,
+    insecure: bool = False,
+    show: bool | None = None,
+    tell: Callable[[str], None] = lambda sentence: None,
+) -> list[dict[str, Any]]:
+    """Carry an experiment out over real processes on this machine; the same call goes on with an unfinished run."""
+    from nestfed.engine.progress import Progress
+    from nestfed.engine.record import metrics_of
+    from nestfed.engine.record import read as read_record
+    from nestfed.engine.simulate import Interrupted
+    from nestfed.running import claim
+
+    check_experiment(experiment, sites)
+    out = out.resolve()
+    claim(out, experiment)
+    record, finished, warnings = out / "record.jsonl", out / "finished.json", out / "sites.log"
+    if finished.exists():
+        return read_record(record)
+    folder = out / "flower"
+    write_app(folder / "app", experiment, sites, least=least, deadline=deadline, out=str(out))
+    said = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
+    try:
+        with Processes(folder / "logs") as processes:
+            federation = Local(folder, processes, insecure)
+            tell(f"starting a SuperLink and {sites} SuperNodes on {LOOPBACK}")
+            federation.superlink()
+            if not insecure:
+                federation.register(*range(sites))
+            for n in range(sites):
+                federation.supernode(n)
+            history = read_record(record)
+            done = history[-1]["round"] if history else 0
+            run = federation.run(folder / "app")
+            revived = time.monotonic()
+            with Progress(experiment.algorithm.name, experiment.run.rounds, done, show) as bar:
+                while not finished.exists():
+                    over = run.poll() is not None
+                    if time.monotonic() - revived > 10:
+                        federation.revive()
+                        revived = time.monotonic()
+                    history = read_record(record)
+                    if history:
+                        bar.update(history[-1], metrics_of(history[-1]))
+                    lines = warnings.read_text(encoding="utf-8").splitlines() if warnings.exists() else []
+                    for line in lines[said:]:
+                        tell(line.split(" ", 2)[-1])
+                    said = max(said, len(lines))
+                    if over and not finished.exists():
+                        stopped = [line.partition(" stopped: ")[2] for line in lines if " stopped: " in line]
+                        said_last = f"Flower said:\n{processes.tail('run')}\nThe logs are in {folder / 'logs'}."
+                        raise NestfedError(stopped[-1] if stopped else f"The run ended before its time. {said_last}")
+                    time.sleep(0.3)
+                bar.update(read_record(record)[-1], {})
+    except KeyboardInterrupt:
+        raise Interrupted(f"Stopped; the same command goes on from {out}.") from None
+    return read_record(record)

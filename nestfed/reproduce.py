@@ -32,7 +32,7 @@ from nestfed.reproductions.base import (
     spread,
 )
 from nestfed.running import Outcome, compare
-from nestfed.tuning import number, pauses, search_space
+from nestfed.tuning import number, pauses, search_space, trial_rounds
 
 if TYPE_CHECKING:
     from nestfed.report.page import Curves, Page
@@ -107,6 +107,7 @@ def reproduce(
 def _digest(experiment: Experiment, budget: Budget, case: Case) -> str:
     """Return a short name of all that decides the runs of a case, but for the number of seeds."""
     told = [experiment.resolved(), experiment.methods, budget.trials, case.splits]
+    told += [budget.trial_rounds] if budget.trial_rounds else []
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -119,7 +120,8 @@ def _carry_out(
     tell: Callable[[str], None],
 ) -> tuple[str, list[Outcome]]:
     names = list(experiment.methods)
-    how: dict[str, Any] = {"trials": budget.trials, "stopping": True, "workers": workers, "tell": tell}
+    how: dict[str, Any] = {"trials": budget.trials, "trial_rounds": budget.trial_rounds, "stopping": True}
+    how |= {"workers": workers, "tell": tell}
     if not case.splits:
         return compare(experiment, names, budget.seeds, folder, **how)
     metric, merged = "", {name: Outcome(name, {}, 0, []) for name in names}
@@ -371,7 +373,7 @@ def minutes(found: Reproduction, budget: str) -> float:
         for name in experiment.methods:
             run = experiment.for_method(name).run
             times = 2.0 if name in TWICE else 1.0
-            trained, processes = _trial_rounds(experiment, name, amount.trials)
+            trained, processes = _trial_rounds(experiment, name, amount.trials, amount.trial_rounds)
             if case.splits:
                 trained, processes = trained * amount.seeds, processes * amount.seeds
             trained += amount.seeds * run.rounds
@@ -382,14 +384,15 @@ def minutes(found: Reproduction, budget: str) -> float:
     return total / 60 / CORES
 
 
-def _trial_rounds(experiment: Experiment, method: str, trials: int) -> tuple[float, int]:
+def _trial_rounds(experiment: Experiment, method: str, trials: int, most: int = 0) -> tuple[float, int]:
     """Return how many rounds all trials of a method take together, and how many processes."""
     space = search_space(experiment, method)
     if all(d.single() for d in space.values()):
         return 0.0, 0
     start = number(space, trials)
     run = experiment.for_method(method).run
-    stops = [*pauses(run.rounds, run.every), run.rounds]
+    rounds = trial_rounds(experiment.for_method(method), most)
+    stops = [*pauses(rounds, run.every), rounds]
     done, total, processes = 0, 0.0, 0
     for i, stop in enumerate(stops):
         alive = math.ceil(start / 2**i)

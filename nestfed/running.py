@@ -320,21 +320,23 @@ def compare(
     out: Path,
     *,
     trials: int = 0,
+    trial_rounds: int = 0,
     stopping: bool = False,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[str, list[Outcome]]:
     """Tune every method by the validation metric (see `nestfed.tuning`), then run it with every seed.
 
-    Tuning sees validation data only and seeds that are not reported; with `stopping` the worse half of the trials stops
-    early. Return the metric and an outcome per method.
+    Tuning sees validation data only and seeds that are not reported; trials have up to `trial_rounds` rounds (0: all),
+    and with `stopping` the worse half of them stops early. Return the metric and an outcome per method.
     """
     from nestfed.tuning import tune
 
     workers = workers or os.cpu_count() or 1
     if seeds < 1:
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
-    metric, tuned = tune(experiment, methods, out, trials=trials, stopping=stopping, workers=workers, tell=tell)
+    how: dict[str, Any] = {"trials": trials, "rounds": trial_rounds, "stopping": stopping}
+    metric, tuned = tune(experiment, methods, out, workers=workers, tell=tell, **how)
     runs = {
         name: [
             Job(

@@ -186,6 +186,11 @@ def pauses(rounds: int, every: int) -> list[int]:
     return [step for step in steps if step < rounds]
 
 
+def trial_rounds(variant: Experiment, most: int) -> int:
+    """Return how many rounds a trial of a method has, if it may have so many (0: any number)."""
+    return min(most or variant.run.rounds, variant.run.rounds)
+
+
 def number(space: Mapping[str, BaseDistribution], trials: int) -> int:
     """Return how many trials a method has: as many as asked for, if there are so many points; by default all."""
     if any(not isinstance(d, CategoricalDistribution) for d in space.values()):
@@ -245,14 +250,16 @@ def tune(
     out: Path,
     *,
     trials: int = 0,
+    rounds: int = 0,
     stopping: bool = True,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[str, dict[str, Tuned]]:
     """Let every method try settings, and choose the best by validation data; return the metric and what was found.
 
-    `trials` is the number for each method (0: its whole grid; one with fewer points tries them all). Without `stopping`
-    every trial runs to its end. The same call goes on with what is in `out`.
+    `trials` is the number for each method (0: its whole grid; one with fewer points tries them all), `rounds` how long
+    each may be (0: as long as a run). Without `stopping` every trial runs to its end. The same call goes on with what
+    is in `out`.
     """
     from nestfed.assemble import assemble
 
@@ -261,7 +268,8 @@ def tune(
         raise NestfedError(f"trials must be at least 1, not {trials}.")
     metric, judges, found, variants = "", {}, {}, {}
     for name in methods:
-        variants[name] = variant = experiment.for_method(name)
+        variant = experiment.for_method(name)
+        variants[name] = variant = variant.with_overrides({"run.rounds": trial_rounds(variant, rounds)})
         space = search_space(experiment, name)
         start = {k: d.choices[0] if isinstance(d, CategoricalDistribution) else d.low for k, d in space.items()}  # type: ignore[attr-defined]
         start = _settings(experiment, name, start)

@@ -333,7 +333,7 @@ def test_evaluation_by_clients(tmp_path: Path) -> None:
     p = prepare(chosen.data, chosen.partition, 0, own_test=True)  # type: ignore[attr-defined]
     model = made.problem.bind(made.problem.x0)
     with torch.no_grad():
-        found, exact = score(model, p), judged(model(p.test.x).numpy(), p.test.y.numpy())
+        found, exact = score(model, p, p.test), judged(model(p.test.x).numpy(), p.test.y.numpy())
     assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_error"]
     assert abs(found["ap"] - exact["ap"]) <= found["ap_error"]
     # Who holds what stands beside the record.

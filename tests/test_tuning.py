@@ -84,6 +84,14 @@ def test_trials_never_see_test_data(tmp_path: Path) -> None:
             assert not {"ap", "auroc"} & set(record)
 
 
+def test_trials_may_be_shorter_than_runs(tmp_path: Path) -> None:
+    metric, outcomes = compare(small(fedavg=ETAS), ["fedavg"], 1, tmp_path, trial_rounds=2, stopping=False, workers=1)
+    ends = [read_record(p / "record.jsonl")[-1]["round"] for p in (tmp_path / "fedavg").glob("trial-*")]
+    assert ends == [2, 2, 2, 2]
+    assert outcomes[0].histories[0][-1]["round"] == 4
+    assert metric in outcomes[0].histories[0][-1]
+
+
 def test_only_validation_metrics_are_read(tmp_path: Path) -> None:
     """With test metrics that say the opposite, the same is chosen."""
     experiment = small(fedavg=ETAS)

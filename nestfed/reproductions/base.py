@@ -258,6 +258,8 @@ class Budget:
     """Gigabytes, at most."""
     departs: str = ""
     """What differs from the paper at this budget."""
+    trial_rounds: int = 0
+    """Rounds of a trial; 0 is as many as in a run."""
 
 
 class Workshop(NamedTuple):

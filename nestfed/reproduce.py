@@ -107,7 +107,7 @@ def reproduce(
 def _digest(experiment: Experiment, budget: Budget, case: Case) -> str:
     """Return a short name of all that decides the runs of a case, but for the number of seeds."""
     told = [experiment.resolved(), experiment.methods, budget.trials, case.splits]
-    told += [budget.trial_rounds] if budget.trial_rounds else []
+    told += [budget.trial_rounds] if 0 < budget.trial_rounds < experiment.run.rounds else []
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -379,7 +379,10 @@ def minutes(found: Reproduction, budget: str) -> float:
             trained += amount.seeds * run.rounds
             judged = trained / run.every + amount.seeds
             share = experiment.problem.test_tasks / 600 if experiment.problem.name in ("omniglot", "sine") else 1.0
-            total += trained * price.round * times * amount.factor + judged * price.evaluation * share
+            total += (
+                trained * price.round * times * amount.factors.get(case.data, amount.factor)
+                + judged * price.evaluation * share
+            )
             total += (processes + amount.seeds) * START
     return total / 60 / CORES
 

@@ -260,6 +260,8 @@ class Budget:
     """What differs from the paper at this budget."""
     trial_rounds: int = 0
     """Rounds of a trial; 0 is as many as in a run."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """The factor of single cases, by name."""
 
 
 class Workshop(NamedTuple):

@@ -45,6 +45,12 @@ COSTS: Mapping[str, Cost] = {
 TWICE = frozenset({"acc-fcsg-m", "fmgda", "stem", "fafed"})
 """Methods that evaluate every batch at two points."""
 
+SMALL_BATCHES: Mapping[str, Any] = {
+    "problem.batch": 20,
+    "problem.outer": 5,
+    "problem.inner": 15,
+    "problem.inner_positives": 5,
+}
 FCSG = ("fcsg", "fcsg-m", "acc-fcsg-m")
 SHORT: Mapping[str, Any] = {"run.rounds": 2, "run.q": 2, "run.every": 2, "partition.clients": 4}
 """What the quick budget makes of an image experiment."""
@@ -157,8 +163,11 @@ FCSG_PAPER = [
             "standard": Budget(
                 seeds=3,
                 changes={"run.rounds": 20, "run.every": 5},
+                only_for={"CIFAR-10": SMALL_BATCHES | {"run.rounds": 100, "run.every": 10}},
+                trial_rounds=20,
+                factors={"CIFAR-10": 0.45},
                 memory=2.0,
-                departs="20 rounds.",
+                departs="MNIST: 20 rounds. CIFAR-10: 100 rounds, a third of the batch, trials of 20 rounds.",
             ),
             "full": Budget(seeds=5, changes={"run.rounds": 200}, memory=2.0),
         },
@@ -448,10 +457,13 @@ FAFED_PAPER = [
             "standard": Budget(
                 seeds=3,
                 trials=4,
-                changes={"run.rounds": 40},
+                trial_rounds=20,
+                changes={"run.rounds": 60, "run.every": 10},
+                only_for={"Fashion-MNIST, low": {"problem.batch": 50, "run.q": 10}},
                 cases=("Fashion-MNIST, low", "Fashion-MNIST, high"),
                 memory=2.0,
-                departs="40 rounds; 4 of the 6 trials of each grid; the two cases that have published numbers.",
+                departs="60 rounds; 4 of the 6 trials of each grid, of 20 rounds each; at low heterogeneity batches of 50 "
+                "and q = 10, both values of the paper; the two cases that have published numbers.",
             ),
             "full": Budget(seeds=5, changes={"run.rounds": 200}, memory=2.0),
         },

@@ -163,7 +163,7 @@ FCSG_PAPER = [
             "standard": Budget(
                 seeds=3,
                 changes={"run.rounds": 20, "run.every": 5},
-                only_for={"CIFAR-10": SMALL_BATCHES | {"run.rounds": 100, "run.every": 10}},
+                only_for={"CIFAR-10": {**SMALL_BATCHES, "run.rounds": 100, "run.every": 10}},
                 trial_rounds=20,
                 factors={"CIFAR-10": 0.45},
                 memory=2.0,

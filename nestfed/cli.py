@@ -115,10 +115,11 @@ def run_(
     tensorboard: TensorBoard = False,
 ) -> None:
     """Carry out an experiment file (or one of `nestfed list`). The same command goes on with an unfinished run."""
+    from nestfed.drawing import drawable
     from nestfed.engine.record import metrics_of
     from nestfed.report.events import following
     from nestfed.report.html import write
-    from nestfed.report.plot import curves, drawable
+    from nestfed.report.plot import curves
     from nestfed.report.summary import page_of_run
     from nestfed.running import last, leads, run
 
@@ -274,9 +275,10 @@ def _compare(
     title: str,
     tensorboard: bool = False,
 ) -> None:
+    from nestfed.drawing import drawable
     from nestfed.report.events import write_events
     from nestfed.report.html import write
-    from nestfed.report.plot import curves, drawable
+    from nestfed.report.plot import curves
     from nestfed.report.summary import page_of_comparison
     from nestfed.running import compare
 

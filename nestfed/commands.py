@@ -88,7 +88,7 @@ def lr_find_command(
 ) -> None:
     """Try step sizes in short trainings, judged on validation rows, and draw the metric against them."""
     from nestfed import lr_find, train
-    from nestfed.report.plot import drawable
+    from nestfed.drawing import drawable
 
     kind = train.find_kind(objective)
     with _warnings_in_a_line():

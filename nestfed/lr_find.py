@@ -41,7 +41,7 @@ class Found:
 
     def draw(self, path: str | Path) -> Path:
         """Draw the metric against the step size."""
-        from nestfed.report.plot import pyplot, save
+        from nestfed.drawing import pyplot, save
 
         figure, panel = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
         panel.semilogx(self.lrs, self.values, "o-", color="#0b6e99")

@@ -13,12 +13,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from nestfed.core import NestfedError
+from nestfed.drawing import pyplot
 from nestfed.engine.record import read as read_record
 from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment
 from nestfed.report.machine import describe
 from nestfed.report.page import size
-from nestfed.report.plot import curves, pyplot
+from nestfed.report.plot import curves
 from nestfed.reproductions.base import (
     BUDGETS,
     Budget,

@@ -17,13 +17,13 @@ from statistics import fmean
 from typing import Any
 
 from nestfed.core import NestfedError
+from nestfed.drawing import drawable
 from nestfed.engine.checkpoint import write_atomically
 from nestfed.engine.lock import locked
 from nestfed.engine.record import read as read_record
 from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment, from_tables, identity
 from nestfed.report.machine import describe
-from nestfed.report.plot import drawable
 
 TUNING_SEED = 1000
 """Tuning uses seeds from here on, so that no reported seed was ever tuned on."""

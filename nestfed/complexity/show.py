@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from nestfed.report.plot import COLOURS, pyplot, save
+from nestfed.drawing import pyplot, save
+from nestfed.report.plot import COLOURS
 
 TITLES = {
     "fcsg": "FCSG",

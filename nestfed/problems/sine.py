@@ -143,7 +143,7 @@ def draw_fit(
     models: Mapping[str, Adaptable], path: Path, a: float = 2.5, b: float = 1.5, steps: int = 1, points: int = 10
 ) -> Path:
     """Draw the curves that models fit to one unseen task from a few points (Figure 1 of the Local-SCGDM paper)."""
-    from nestfed.report.plot import pyplot, save
+    from nestfed.drawing import pyplot, save
 
     plt = pyplot()
     known = torch.from_numpy(Streams(0).at(Purpose.TASKS, 2**41, 0).uniform(LOW, HIGH, (1, points))).float()

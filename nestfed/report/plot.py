@@ -1,16 +1,14 @@
-"""Pictures: curves of a run or of a comparison; and the way to matplotlib, which is an extra (`nestfed[plot]`)."""
+"""Curves of a run or of a comparison, as one picture."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nestfed.core import NestfedError
+from nestfed.drawing import pyplot, save
 from nestfed.engine.sync import Record
 
 AXES = {
@@ -19,33 +17,6 @@ AXES = {
     "bytes": "bytes sent, up and down",
 }
 COLOURS = ("#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#5c636a", "#c2255c", "#e6a700", "#1c7ed6", "#66a80f", "#343a40")
-
-
-def drawable() -> bool:
-    """Tell whether pictures can be drawn here."""
-    return find_spec("matplotlib") is not None
-
-
-def pyplot() -> Any:
-    """Return matplotlib's pyplot, which needs no screen here."""
-    if not drawable():
-        raise NestfedError("Pictures need matplotlib: pip install 'nestfed[plot]'.")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def save(figure: Any, path: Path) -> Path:
-    """Write a figure as one that is whole or not there, and forget it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(temporary, dpi=130)
-    temporary.replace(path)
-    pyplot().close(figure)
-    return path
 
 
 def curves(runs: Mapping[str, Sequence[Sequence[Record]]], metric: str, path: Path, title: str = "") -> Path:

@@ -12,11 +12,12 @@ import torch
 
 from nestfed.algorithms.adaptive import FAFED, NaiveAdaptive
 from nestfed.core import Batch
+from nestfed.drawing import pyplot, save
 from nestfed.engine.checkpoint import write_atomically
 from nestfed.engine.simulate import simulate
 from nestfed.problems.base import Minimize, as_sample
 from nestfed.problems.toys import PLSaddle, Theorem1
-from nestfed.report.plot import COLOURS, pyplot, save
+from nestfed.report.plot import COLOURS
 from nestfed.reproductions.base import Workshop
 
 if TYPE_CHECKING:

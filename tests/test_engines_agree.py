@@ -59,28 +59,27 @@ def test_workers_go_on_where_one_process_stopped(name: str, tmp_path: Path) -> N
     close(run(name, 4, mode="loop", workers=2, directory=tmp_path), run(name, 4, mode="loop", workers=1))
 
 
+def on_two_ranks(program: list[str]) -> None:
+    """Run Python on two ranks, which find their number in RANK and each other on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
+    ranks = [
+        subprocess.Popen([sys.executable, *program], env={**os.environ, **told, "OMP_NUM_THREADS": "1", "RANK": str(r)})
+        for r in range(2)
+    ]
+    assert [p.wait(300) for p in ranks] == [0, 0]
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run every method on two ranks, once."""
     folder = tmp_path_factory.mktemp("ranks")
     for name in CASES:
         run(name, 2, mode="loop", workers=1, directory=folder / f"one-{name}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    told["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), told.get("PYTHONPATH", "")])
-    started = [
-        subprocess.Popen([sys.executable, str(HERE / "ranks.py"), str(folder), str(r)], env={**told, "RANK": str(r)})
-        for r in range(2)
-    ]
-    assert [p.wait(300) for p in started] == [0, 0]
+    on_two_ranks([str(HERE / "ranks.py"), str(folder)])
     return folder
 
 

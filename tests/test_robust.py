@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from test_contract import method, setting
-from test_engines_agree import close, run
+from test_engines_agree import close, on_two_ranks, run
 from torch import Tensor
 
 from nestfed.core import NestfedError
@@ -119,8 +115,7 @@ def test_coordinator(name: str, reduce: str, encode: str, tmp_path: Path) -> Non
 
 
 RANK = """
-import sys, warnings
-sys.path[:0] = {path!r}
+import os, sys, warnings
 import torch
 torch.set_num_threads(1)
 from test_engines_agree import run
@@ -134,27 +129,12 @@ for reduce in {kinds!r}:
     bad = simulate(spoilt()[0], Scaffold(0.1), spoilt()[2], rounds=3, q=2, reduce=reduce, on_nan="drop", progress=False,
                    mode="loop", workers=1)
     found[reduce] |= {{"dropped": bad.x, "participants": torch.tensor([r["participants"] for r in bad.history])}}
-torch.save(found, sys.argv[1])
+torch.save(found, f"{{sys.argv[1]}}/{{os.environ['RANK']}}.pt")
 """
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    code = RANK.format(path=[str(HERE), str(HERE.parent)], kinds=KINDS)
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / f"{r}.pt")], env={**told, "RANK": str(r)})
-        for r in range(2)
-    ]
-    assert [p.wait(120) for p in ranks] == [0, 0]
+    on_two_ranks(["-c", RANK.format(kinds=KINDS), str(tmp_path)])
     from test_numbers import spoilt
 
     from nestfed.algorithms import Scaffold

@@ -53,11 +53,8 @@ class Assembly:
 
     def evaluate(self, model: Any) -> Metrics:
         """Return all metrics; those on validation data have the prefix val_."""
-        return self.test(model) | self.validate(model)
-
-    def validate(self, model: Any) -> Metrics:
-        """Return the metrics on validation data only, with their prefix."""
-        return {f"val_{k}": v for k, v in self.validation(model).items()} if self.validation else {}
+        held = self.validation(model) if self.validation else {}
+        return self.test(model) | {f"val_{k}": v for k, v in held.items()}
 
 
 def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:

@@ -153,17 +153,18 @@ def test_killed_and_back(federation: Local, tmp_path: Path) -> None:
         return after(2)()
 
     until(back, "round 2 with the site that came back")
-    # The SuperLink alone: what it started has to notice by itself.
+    # The SuperLink alone: its ServerApp lives on for some seconds, and the one that follows has to wait for its end.
     link = federation.processes.running.pop("superlink")
     os.kill(link.pid, signal.SIGKILL)
     link.wait()
     federation.processes.stop("run")
-    home = str(federation.folder / "home" / "superlink")
-    until(lambda: not [x for x in listing() if "flwr-serverapp" in x and home in x], "the ServerApp to end", 30)
+    left = marked(f"{federation.processes.mark}-superlink")
+    assert left
     assert not (out / "finished.json").exists()
     federation.superlink()
     finished(federation, submit(federation, study, out), out)
     same_as_simulation(study, out, tmp_path, asked_again=True)
+    assert not set(left) & set(marked(federation.processes.mark))
 
 
 BAD = """

@@ -79,6 +79,16 @@ def test_a_crash_frees_the_directory(tmp_path: Path) -> None:
         assert not (tmp_path / NAME).exists()
 
 
+def test_the_patient_wait_for_the_end_and_no_longer(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        with pytest.raises(NestfedError, match=f"Process {process.pid}"), locked(tmp_path, patience=0.5):
+            pass
+        threading.Timer(0.5, process.kill).start()
+        start = time.monotonic()
+        with locked(tmp_path, patience=30):
+            assert 0.3 < time.monotonic() - start < 20
+
+
 def test_one_thread_may_enter_again_but_not_another(tmp_path: Path) -> None:
     told: list[str] = []
 

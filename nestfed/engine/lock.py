@@ -23,13 +23,14 @@ except ImportError:  # not on this system, which then has no lock
     fcntl = None  # type: ignore[assignment]
 
 NAME = ".lock"
+POLL = 0.2
 _held: dict[Path, tuple[int, int]] = {}
 """Directories that this process holds: the file descriptor, and the thread that may enter again."""
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold a directory, or refuse with a sentence that names the process that does.
+def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
+    """Hold a directory, or refuse after `patience` seconds with a sentence that names the process that does.
 
     The system frees the lock when its process ends, also by SIGKILL. The thread that holds a directory may enter it
     again. The file holds pid, host and time of the holder and is deleted at the end.
@@ -40,7 +41,7 @@ def locked(directory: Path) -> Iterator[None]:
         return
     if place in _held:
         raise NestfedError(_refusal(directory, {"pid": os.getpid(), "host": socket.gethostname()}))
-    handle = _take(place, directory)
+    handle = _take(place, directory, time.monotonic() + patience)
     _held[place] = (handle, threading.get_ident())
     try:
         yield
@@ -50,7 +51,7 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _take(place: Path, directory: Path) -> int:
+def _take(place: Path, directory: Path, end: float) -> int:
     """Return the descriptor of the lock file in `place`, locked; `directory` is what the user calls it."""
     path = place / NAME
     while True:
@@ -64,6 +65,9 @@ def _take(place: Path, directory: Path) -> int:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 holder = _holder(handle)
                 os.close(handle)
+                if time.monotonic() < end:
+                    time.sleep(POLL)
+                    continue
                 raise NestfedError(_refusal(directory, holder)) from error
             warnings.warn(f"{directory} lies where files cannot be locked: start no second run in it.", stacklevel=4)
         # The holder before us deletes its file: what we have locked may have no name any more.

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 POLL = 0.2
 """Seconds between two looks for answers."""
+PREDECESSOR = 60.0
+"""Seconds for the ServerApp of a SuperLink that was killed to notice, about ten, before the run is refused."""
 MOST_TALLY = 1_000_000
 """Bytes of a site's counts that are believed."""
 
@@ -306,7 +308,7 @@ class _Server:
 
         study, setup = self.study, self.setup
         claim(setup.out, study)
-        with locked(setup.out):
+        with locked(setup.out, PREDECESSOR):
             self._run(study, setup)
 
     def _run(self, study: Any, setup: _Setup) -> None:

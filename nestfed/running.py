@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nestfed.core import NestfedError
+from nestfed.core import DivergedError, NestfedError
 from nestfed.drawing import drawable
 from nestfed.engine.checkpoint import write_atomically
 from nestfed.engine.lock import locked
@@ -27,6 +27,8 @@ from nestfed.report.machine import describe
 
 TUNING_SEED = 1000
 """Tuning uses seeds from here on, so that no reported seed was ever tuned on."""
+DIVERGED = "diverged.json"
+"""In the directory of a comparison's run that diverged, and would again."""
 
 
 def claim(out: Path, experiment: Experiment) -> None:
@@ -225,13 +227,13 @@ class Job:
 
     def done(self) -> bool:
         """Tell whether there is nothing left to do."""
-        if (self.out / "finished.json").exists():
+        if (self.out / "finished.json").exists() or (self.out / DIVERGED).exists():
             return True
         return self.until > 0 and any(r["round"] >= self.until for r in read_record(self.out / "record.jsonl"))
 
 
-def _work(job: Job) -> str | None:
-    """Carry out a job in a worker process; return the sentence of an error that the user can mend."""
+def _work(job: Job) -> NestfedError | None:
+    """Carry out a job in a worker process; return an error that the user can mend."""
     import torch
 
     from nestfed.engine.simulate import Interrupted
@@ -242,7 +244,9 @@ def _work(job: Job) -> str | None:
     except Interrupted:
         raise
     except NestfedError as error:
-        return str(error)
+        if isinstance(error, DivergedError) and not job.tuning and read_record(job.out / "record.jsonl"):
+            write_atomically(job.out / DIVERGED, json.dumps(str(error)).encode())
+        return error
     return None
 
 
@@ -258,7 +262,7 @@ def _leave_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def carry_out(jobs: Iterable[Job], workers: int, done: Callable[[Job, str | None], None]) -> None:
+def carry_out(jobs: Iterable[Job], workers: int, done: Callable[[Job, NestfedError | None], None]) -> None:
     """Run jobs in parallel, one thread each; `done` hears of each end and of its error, if any."""
     todo = [job for job in jobs if not job.done()]
     if not todo:
@@ -288,6 +292,8 @@ class Outcome:
     trials: int
     histories: Sequence[Sequence[Record]]
     """One per seed."""
+    diverged: Sequence[str] = ()
+    """What was said of the seeds that diverged; they count with the last model that was evaluated before."""
 
     def final(self, metric: str) -> list[float]:
         """Return the metric's last value for every seed."""
@@ -336,35 +342,52 @@ def compare(
     if seeds < 1:
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
     how: dict[str, Any] = {"trials": trials, "rounds": trial_rounds, "stopping": stopping}
-    metric, tuned = tune(experiment, methods, out, workers=workers, tell=tell, **how)
-    runs = {
-        name: [
-            Job(
-                experiment.for_method(name)
-                .with_overrides({**tuned[name].chosen, "run.seed": experiment.run.seed + s})
-                .source,
-                out / name / f"seed-{experiment.run.seed + s}",
-                picture=name == methods[0] and s == 0,  # all hold the same
-            )
-            for s in range(seeds)
-        ]
-        for name in methods
-    }
-    jobs = [job for of_method in runs.values() for job in of_method]
-    total, count = sum(not job.done() for job in jobs), itertools.count(1)
-
-    def on_run(job: Job, error: str | None) -> None:
-        if error:
-            raise NestfedError(f"{job.out.parent.name}, {job.out.name}: {error}")
-        tell(f"run {next(count)}/{total}")
-
-    carry_out(jobs, workers, on_run)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        metric, tuned = tune(experiment, methods, out, workers=workers, tell=tell, **how)
+        chosen = {name: tuned[name].chosen for name in methods}
+        runs = _with_all_seeds(experiment, chosen, seeds, out, workers, tell)
     return metric, [
         Outcome(
             name,
             tuned[name].chosen,
             len(tuned[name].trials),
             [read_record(j.out / "record.jsonl") for j in runs[name]],
+            [json.loads((j.out / DIVERGED).read_text()) for j in runs[name] if (j.out / DIVERGED).exists()],
         )
         for name in methods
     ]
+
+
+def _with_all_seeds(
+    experiment: Experiment,
+    chosen: Mapping[str, Mapping[str, Any]],
+    seeds: int,
+    out: Path,
+    workers: int,
+    tell: Callable[[str], None],
+) -> dict[str, list[Job]]:
+    """Run every method with its settings and every seed; return what was run."""
+    runs = {
+        name: [
+            Job(
+                experiment.for_method(name)
+                .with_overrides({**settings, "run.seed": experiment.run.seed + s})
+                .source,
+                out / name / f"seed-{experiment.run.seed + s}",
+                picture=name == next(iter(chosen)) and s == 0,  # all hold the same
+            )
+            for s in range(seeds)
+        ]
+        for name, settings in chosen.items()
+    }
+    jobs = [job for of_method in runs.values() for job in of_method]
+    total, count = sum(not job.done() for job in jobs), itertools.count(1)
+
+    def on_run(job: Job, error: NestfedError | None) -> None:
+        if error is not None and not (job.out / DIVERGED).exists():
+            raise NestfedError(f"{job.out.parent.name}, {job.out.name}: {error}") from error
+        tell(f"run {next(count)}/{total}")
+
+    carry_out(jobs, workers, on_run)
+    return runs

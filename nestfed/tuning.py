@@ -13,7 +13,9 @@ import itertools
 import json
 import math
 import os
+import random
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import GridSampler, RandomSampler
+from optuna.samplers import RandomSampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from nestfed.core import NestfedError
+from nestfed.core import DivergedError, NestfedError
 from nestfed.engine.checkpoint import write_atomically
+from nestfed.engine.lock import locked
 from nestfed.engine.record import read as read_record
 from nestfed.experiment import Experiment
 from nestfed.running import TUNING_SEED, Job, carry_out
@@ -48,7 +51,7 @@ class Trial:
 
     settings: Mapping[str, Any]
     state: str
-    """finished, stopped (early, as one of the worse half) or failed (a divergent step size, say)."""
+    """finished, stopped (early, as one of the worse half) or failed (it diverged)."""
     value: float | None
     """The validation metric when it ended."""
     round: int
@@ -182,8 +185,8 @@ def validation(out: Path, metric: str, step: int) -> float:
 
 def pauses(rounds: int, every: int) -> list[int]:
     """Return the rounds after which the worse half stops: those of an evaluation, before the end."""
-    steps = [math.ceil(share * rounds / every) * every for share in STOPS]
-    return [step for step in steps if step < rounds]
+    steps = {math.ceil(share * rounds / every) * every for share in STOPS}
+    return sorted(step for step in steps if step < rounds)
 
 
 def trial_rounds(variant: Experiment, most: int) -> int:
@@ -200,16 +203,28 @@ def number(space: Mapping[str, BaseDistribution], trials: int) -> int:
 
 
 def drawn(space: dict[str, BaseDistribution], count: int) -> list[dict[str, Any]]:
-    """Return the points to try, always the same ones: all of a grid or some at random; random ones if there are ranges."""
+    """Return the points to try, always the same ones: random ones if there are ranges, else points of the grid.
+
+    Some of a grid are drawn so that the values of its first setting, by custom the step size, take turns, and at equal
+    places in grids of equal shape: else the draw would decide which method gets the good step sizes.
+    """
     lists = {k: list(d.choices) for k, d in space.items() if isinstance(d, CategoricalDistribution)}
-    whole = len(lists) == len(space)
-    sampler = GridSampler(lists, seed=TUNING_SEED) if whole else RandomSampler(seed=TUNING_SEED)
-    study = optuna.create_study(sampler=sampler)
-    return [study.ask(space).params for _ in range(count)]
+    if len(lists) < len(space):
+        study = optuna.create_study(sampler=RandomSampler(seed=TUNING_SEED))
+        return [study.ask(space).params for _ in range(count)]
+    places = list(itertools.product(*(range(len(values)) for values in lists.values())))
+    random.Random(TUNING_SEED).shuffle(places)
+    seen: Counter[int] = Counter()
+    turns = []
+    for place in places:
+        turns.append((seen[place[0]], place))
+        seen[place[0]] += 1
+    turns.sort(key=lambda turn: turn[0])
+    return [{k: lists[k][i] for k, i in zip(lists, place)} for _, place in turns[:count]]
 
 
 def _storage(path: Path) -> JournalStorage:
-    """Open the file of all studies; what a crash left of a line, and its lock, are removed (only one command writes)."""
+    """Open the file of all studies; what a crash left of a line, and its lock, are removed (only one command holds the directory)."""
     if path.exists():
         text = path.read_bytes()
         if not text.endswith(b"\n"):
@@ -228,7 +243,6 @@ def _open(
     grid = experiment.methods[method]["grid"]
     told = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs], sort_keys=True)
     identity = hashlib.sha256(told.encode()).hexdigest()
-    out.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
         study_name=method,
         storage=_storage(out / "trials.log"),
@@ -241,7 +255,7 @@ def _open(
     study.set_user_attr("identity", identity)
     for params in drawn(space, count)[len(study.trials) :]:
         study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=space))
-    return _Search(method, experiment, variant, study, (*sorted(set(rungs)), variant.run.rounds), judge, out)
+    return _Search(method, experiment, variant, study, (*rungs, variant.run.rounds), judge, out)
 
 
 def tune(
@@ -280,7 +294,18 @@ def tune(
             found[name] = Tuned(name, start)
         elif made.validation is None:
             raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
-    searches = [_open(experiment, n, variants[n], judges[n], out, trials, stopping) for n in methods if n not in found]
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        searches = [
+            _open(experiment, n, variants[n], judges[n], out, trials, stopping) for n in methods if n not in found
+        ]
+        _search(searches, workers or os.cpu_count() or 1, tell)
+    found |= {s.method: s.outcome() for s in searches}
+    return metric, {name: found[name] for name in methods}
+
+
+def _search(searches: Sequence[_Search], workers: int, tell: Callable[[str], None]) -> None:
+    """Carry out all trials, stage by stage."""
     for stage in range(max((len(s.plan) for s in searches), default=0)):
         todo = {
             s.method: {t.number: s.job(t, s.plan[stage]) for t in s.running()} for s in searches if stage < len(s.plan)
@@ -289,17 +314,17 @@ def tune(
         jobs = [job for of_method in todo.values() for job in of_method.values()]
         total, count = sum(not job.done() for job in jobs), itertools.count(1)
 
-        def on_trial(job: Job, error: str | None, errors: dict[Path, str] = errors, of: int = total) -> None:
-            if error:
-                errors[job.out] = error
+        def on_trial(job: Job, error: NestfedError | None, errors: dict[Path, str] = errors, of: int = total) -> None:
+            if isinstance(error, DivergedError):
+                errors[job.out] = str(error)
+            elif error is not None:  # a full disk, say: no fault of the settings
+                raise NestfedError(f"{job.out.parent.name}, {job.out.name}: {error}") from error
             tell(f"tuning, to round {job.until}: {next(count)}/{of}")  # noqa: B023 (called before the next stage)
 
-        carry_out(jobs, workers or os.cpu_count() or 1, on_trial)
+        carry_out(jobs, workers, on_trial)
         for search in searches:
             if todo.get(search.method):
                 search.judged(todo[search.method], search.plan[stage], errors)
-    found |= {s.method: s.outcome() for s in searches}
-    return metric, {name: found[name] for name in methods}
 
 
 def tuned_tables(experiment: Experiment, tuned: Mapping[str, Tuned]) -> dict[str, Any]:

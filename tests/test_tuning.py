@@ -40,7 +40,7 @@ ALPHAS = {"algorithm.alpha": [0.3, 1.0, 3.0], "problem.margin": [0.1, 0.5]}
 def test_pauses_are_evaluations_at_a_quarter_and_at_half() -> None:
     assert pauses(40, 2) == [10, 20]
     assert pauses(100, 10) == [30, 50]
-    assert pauses(50, 25) == [25, 25]
+    assert pauses(50, 25) == [25], "one evaluation stops one half, not three quarters"
     assert pauses(2, 2) == []
     assert pauses(10, 10) == []
 

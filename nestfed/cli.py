@@ -325,6 +325,9 @@ def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
         )
     say(table)
     say(f"\nMean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}. Highest mean {metric}: {best}.")
+    for o in outcomes:
+        if o.diverged:
+            say(o.fate())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nestfed.core import NestfedError
 from nestfed.drawing import pyplot
@@ -32,7 +32,8 @@ from nestfed.reproductions.base import (
     reached,
     spread,
 )
-from nestfed.running import Outcome, compare
+from nestfed.reproductions.figures import training_loss
+from nestfed.running import DIVERGED, Outcome, compare
 from nestfed.tuning import number, pauses, search_space, trial_rounds
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def reproduce(
 
     Runs are in `out`/runs, where figures and tables that need the same ones share them. `only` names cases.
     """
+    from nestfed.report.summary import page_of_comparison
+
     found = find(name)
     pyplot()  # better now than after hours
     amount = found.at(budget, seeds)
@@ -88,15 +91,15 @@ def reproduce(
         def told(sentence: str, data: str = case.data) -> None:
             tell(f"{data}: {sentence}")
 
-        metric, outcomes = _carry_out(case, experiment, amount, folder, workers, told)
-        runs += _records(case, outcomes, metric)
-        _draw(case, outcomes, metric, place)
-        pages[case.data] = _single(case, folder, metric, outcomes)
+        parts = _carry_out(case, experiment, amount, folder, workers, told)
+        runs += [run for part in parts for run in _records(case, part)]
+        _draw(case, parts, place)
+        pages[case.data] = page_of_comparison(parts[0].folder, parts[0].metric, parts[0].outcomes)
     numbers: dict[str, Any] = {}
     if found.produce is not None:
         tell("figures")
-        numbers = found.produce(Workshop(place, budget, folders, experiments))
-    spent = {data: sum(map(_seconds, folder.rglob("record.jsonl"))) for data, folder in folders.items()}
+        numbers = found.produce(Workshop(place, budget, folders, experiments, amount.seeds))
+    spent = {data: sum(map(_seconds, _recorded(folder))) for data, folder in folders.items()}
     meta = {**describe(), "seconds": spent, "seeds": amount.seeds, "departs": amount.departs, "folders": {}}
     meta["folders"] = {data: str(folder.relative_to(out)) for data, folder in folders.items()}
     evidence = Evidence(name, budget, runs, numbers, meta)
@@ -112,6 +115,15 @@ def _digest(experiment: Experiment, budget: Budget, case: Case) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
 
 
+class Part(NamedTuple):
+    """One comparison of a case: the only one, or that on one of its test sets."""
+
+    experiment: Experiment
+    folder: Path
+    metric: str
+    outcomes: Sequence[Outcome]
+
+
 def _carry_out(
     case: Case,
     experiment: Experiment,
@@ -119,46 +131,48 @@ def _carry_out(
     folder: Path,
     workers: int | None,
     tell: Callable[[str], None],
-) -> tuple[str, list[Outcome]]:
+) -> list[Part]:
     names = list(experiment.methods)
     how: dict[str, Any] = {"trials": budget.trials, "trial_rounds": budget.trial_rounds, "stopping": True}
     how |= {"workers": workers, "tell": tell}
     if not case.splits:
-        return compare(experiment, names, budget.seeds, folder, **how)
-    metric, merged = "", {name: Outcome(name, {}, 0, []) for name in names}
+        return [Part(experiment, folder, *compare(experiment, names, budget.seeds, folder, **how))]
+    parts = []
     for s in range(budget.seeds):
-        split = experiment.with_overrides({"data.split": s, "run.seed": s})
-        place = folder / f"split-{s}"
-        metric, outcomes = compare(split, names, 1, place, **how)
-        for o in outcomes:
-            merged[o.method] = replace(o, histories=[*merged[o.method].histories, *o.histories])
-    return metric, list(merged.values())
+        split, place = experiment.with_overrides({"data.split": s, "run.seed": s}), folder / f"split-{s}"
+        parts.append(Part(split, place, *compare(split, names, 1, place, **how)))
+    return parts
 
 
-def _records(case: Case, outcomes: Sequence[Outcome], metric: str) -> list[Run]:
-    return [
-        Run.of(h, metric, data=case.data, method=o.method, seed=s, chosen=dict(o.chosen), trials=o.trials)
-        for o in outcomes
-        for s, h in enumerate(o.histories)
-    ]
+def _records(case: Case, part: Part) -> list[Run]:
+    found = []
+    for o in part.outcomes:
+        variant = part.experiment.for_method(o.method).with_overrides(o.chosen)
+        for s, history in enumerate(o.histories, part.experiment.run.seed):
+            place = part.folder / o.method / f"seed-{s}"
+            about = {"data": case.data, "method": o.method, "seed": s, "chosen": dict(o.chosen), "trials": o.trials}
+            diverged = (place / DIVERGED).exists()
+            training = None if diverged else training_loss(variant.with_overrides({"run.seed": s}), place)
+            found.append(Run.of(history, part.metric, training=training, diverged=diverged, **about))
+    return found
 
 
-def _draw(case: Case, outcomes: Sequence[Outcome], metric: str, place: Path) -> None:
-    curves({o.method: o.histories for o in outcomes}, metric, place / f"{slug(case.data)}.png", case.data)
-
-
-def _single(case: Case, folder: Path, metric: str, outcomes: Sequence[Outcome]) -> Page:
-    """Return the report of one comparison; of several test sets the first."""
-    from nestfed.report.summary import page_of_comparison
-
-    if case.splits:
-        folder, outcomes = folder / "split-0", [replace(o, histories=o.histories[:1]) for o in outcomes]
-    return page_of_comparison(folder, metric, outcomes)
+def _draw(case: Case, parts: Sequence[Part], place: Path) -> None:
+    histories: dict[str, list[Sequence[Record]]] = {}
+    for part in parts:
+        for o in part.outcomes:
+            histories.setdefault(o.method, []).extend(o.histories)
+    curves(histories, parts[0].metric, place / f"{slug(case.data)}.png", case.data)
 
 
 def slug(text: str) -> str:
     """Return a name for a file."""
     return "-".join("".join(c if c.isalnum() or c == "." else " " for c in text.lower()).split())
+
+
+def _recorded(folder: Path) -> list[Path]:
+    """Return the records of all runs; sites that train alone are in the record of their run."""
+    return [path for path in folder.rglob("record.jsonl") if not path.parent.name.startswith("client-")]
 
 
 def _seconds(record: Path) -> float:
@@ -205,9 +219,10 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
                 "seeds": len(runs),
                 "published": known,
                 "difference": None if known is None else means[method] - known,
-                "rounds": runs[0].curve[-1].round,
+                "rounds": max(r.curve[-1].round for r in runs),
                 "trials": runs[0].trials,
-                "chosen": dict(runs[0].chosen),
+                "chosen": {k: list(dict.fromkeys(r.chosen[k] for r in runs)) for k in runs[0].chosen},
+                "diverged": sum(r.diverged for r in runs),
                 "to_published": reached(runs, min(means.values()) if known is None else known),
                 "to_higher": None if higher is None else reached(runs, higher),
                 "also": {k: {"mean": fmean(v), "sd": spread(v)} for k, v in others.items() if v},
@@ -243,9 +258,10 @@ def cells(row: Mapping[str, Any], evidence: Evidence, data: str) -> list[str]:
     extra = [f"{v['mean']:.4f}" + ("" if math.isnan(v["sd"]) else f" ± {v['sd']:.4f}") for v in row["also"].values()]
     first = [cost(row["to_published"], what) for what in ("round", "examples", "bytes")]
     second = [cost(row["to_higher"], what) for what in ("round", "examples", "bytes")] if higher is not None else []
-    tuned = ", ".join(f"{k.split('.')[-1]} {v}" for k, v in row["chosen"].items())
+    tuned = ", ".join(f"{k.split('.')[-1]} {' or '.join(map(str, v))}" for k, v in row["chosen"].items())
+    fate = f" (diverged in {row['diverged']} of {row['seeds']})" if row["diverged"] else ""
     return [
-        row["method"],
+        f"{row['method']}{fate}",
         f"{row['mean']:.4f}{spreads}",
         *([known, difference] if published(evidence, data)[0] else []),
         *extra,
@@ -321,11 +337,18 @@ def page(evidence: Evidence, place: Path, pages: Mapping[str, Page]) -> Page:
     )
 
 
+def length(table: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of rounds of a case, or its range."""
+    least, most = (f([row["rounds"] for row in table]) for f in (min, max))
+    return f"{most} rounds" if least == most else f"{least} to {most} rounds"
+
+
 def _note(table: Sequence[Mapping[str, Any]]) -> str:
-    row = table[0]
+    diverged = any(row["diverged"] for row in table)
     return (
-        f"Mean ± standard deviation over {row['seeds']} seeds after {row['rounds']} rounds. Costs are those of the first "
+        f"Mean ± standard deviation over {table[0]['seeds']} seeds after {length(table)}. Costs are those of the first "
         "evaluation at which a seed had reached the target, of all clients together; – means that none did."
+        + (" A run that diverged counts with the last model that was evaluated before." if diverged else "")
     )
 
 

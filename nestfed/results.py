@@ -10,7 +10,7 @@ from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
-from nestfed.reproduce import cells, header, rows, verdicts
+from nestfed.reproduce import cells, header, length, rows, verdicts
 from nestfed.reproductions.base import Evidence
 from nestfed.reproductions.papers import REPRODUCTIONS
 
@@ -74,10 +74,11 @@ def markdown(found: dict[str, Evidence]) -> str:
         "# Results",
         "",
         "Written by `nestfed results` from the records below `benchmarks/papers`; do not edit. Every section is the outcome of",
-        "`nestfed reproduce NAME` at the budget that it states: each method tuned with the same number of trials on validation",
+        "`nestfed reproduce NAME` at the budget that it states: each method tuned with the number of trials in its row, on validation",
         "data (see `nestfed.tuning`), then run with every seed; mean ± standard deviation over seeds. Costs are those of the",
         "first evaluation at which a seed had reached the target, of all clients together; – means that no seed did.",
-        "A difference counts if it exceeds twice its standard error.",
+        "A difference counts if the 95 % interval (Student's t) of its values seed by seed excludes 0. A run that diverged",
+        "counts with the last model that was evaluated before. Methods without a grid in the paper are not tuned (0 trials).",
         "",
         f"{len(outcomes)} claims of {len(found)} figures and tables: {counts}." if outcomes else "Nothing has been run yet.",
         "",
@@ -106,7 +107,7 @@ def _section(evidence: Evidence) -> list[str]:
     text += [f"{'; '.join(told)}.{departs}", ""]
     for data in evidence.data():
         lines = rows(evidence, data)
-        text += [f"**{data}** ({lines[0]['rounds']} rounds)", ""]
+        text += [f"**{data}** ({length(lines)})", ""]
         text += _table(header(evidence, data), [cells(row, evidence, data) for row in lines])
     for figure in evidence.numbers.get("figures", ()):
         text += [f"![{evidence.name}](figures/{evidence.name}-{figure})", ""]

@@ -299,6 +299,15 @@ class Outcome:
         """Return the metric's last value for every seed."""
         return [last(h, metric) for h in self.histories]
 
+    def fate(self) -> str:
+        """Return a sentence on the seeds that diverged; nothing if none did."""
+        if not self.diverged:
+            return ""
+        return (
+            f"{self.method} diverged with {len(self.diverged)} of {len(self.histories)} seeds, which count with the last "
+            f"model that was evaluated before: {self.diverged[0]}"
+        )
+
 
 def last(history: Sequence[Record], metric: str) -> float:
     """Return a metric's last recorded value."""
@@ -371,9 +380,7 @@ def _with_all_seeds(
     runs = {
         name: [
             Job(
-                experiment.for_method(name)
-                .with_overrides({**settings, "run.seed": experiment.run.seed + s})
-                .source,
+                experiment.for_method(name).with_overrides({**settings, "run.seed": experiment.run.seed + s}).source,
                 out / name / f"seed-{experiment.run.seed + s}",
                 picture=name == next(iter(chosen)) and s == 0,  # all hold the same
             )

@@ -187,13 +187,18 @@ def everything(h: Tensor, y: Tensor) -> object:
 
 
 def by_brute_force(h: Tensor, y: Tensor, margin: float) -> Tensor:
-    """−mean over positives z⁺ of (mean of 1[y=1]ℓ + ε)/(mean of ℓ + ε), one pair at a time; ε counts z⁺ once more."""
-    s, total, epsilon = torch.sigmoid(h), h.new_zeros(()), (1 / len(h) + 1e-4) * margin**2
+    """−mean over positives z⁺ of (rate·mean⁺ℓ + ε)/(rate·mean⁺ℓ + (1 − rate)·mean⁻ℓ + ε), one pair at a time.
+
+    mean⁺ counts z⁺, whose ℓ is s², once more.
+    """
+    s, total, rate, epsilon = torch.sigmoid(h), h.new_zeros(()), float(y.double().mean()), 1e-4 * margin**2
     for i in range(len(h)):
         if y[i] == 1:
             losses = [torch.clamp(margin - s[i] + s[j], min=0) ** 2 for j in range(len(h))]
-            g1 = sum((loss for j, loss in enumerate(losses) if y[j] == 1), h.new_zeros(())) / len(h)
-            g2 = sum(losses, h.new_zeros(())) / len(h)
+            above = [loss for j, loss in enumerate(losses) if y[j] == 1] + [h.new_tensor(margin**2)]
+            below = [loss for j, loss in enumerate(losses) if y[j] == 0]
+            g1 = rate * torch.stack(above).mean()
+            g2 = g1 + (1 - rate) * torch.stack(below).mean() if below else g1
             total = total - (g1 + epsilon) / (g2 + epsilon)
     return total / int(y.sum())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,12 +13,14 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
+from test_lock import holder
 
 from nestfed.core import NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment import Experiment, read
 from nestfed.running import TUNING_SEED, compare, run
-from nestfed.tuning import Halving, pauses, search_space, tune, tuned_tables, write_tuned
+from nestfed.tuning import Halving, drawn, pauses, search_space, tune, tuned_tables, write_tuned
 
 SMALL = {"run.rounds": 4, "run.q": 1, "run.every": 1, "partition.clients": 2}
 
@@ -151,6 +152,53 @@ def test_trials_that_fail_are_the_worst_and_all_failing_is_said(tmp_path: Path) 
         tune(experiment, ["local-sgda"], tmp_path / "all", workers=1)
 
 
+def test_some_of_a_grid_are_fair_to_every_step_size() -> None:
+    """Three by three points: every step size comes before any comes again, at equal places for every method."""
+    one = drawn({"algorithm.eta": CategoricalDistribution([1, 2, 3]), "a": CategoricalDistribution([7, 8, 9])}, 9)
+    two = drawn({"algorithm.c_hat": CategoricalDistribution([1, 2, 3]), "z": CategoricalDistribution([7, 8, 9])}, 9)
+    assert [list(p.values()) for p in one] == [list(p.values()) for p in two]
+    assert len({tuple(p.values()) for p in one}) == 9
+    for turn in range(3):
+        assert sorted(p["algorithm.eta"] for p in one[3 * turn : 3 * turn + 3]) == [1, 2, 3]
+
+
+def test_what_is_no_fault_of_the_settings_stops_the_tuning(tmp_path: Path) -> None:
+    """Another process holds a trial's directory: that trial has not failed, and the same call goes on later."""
+    experiment = small(fedavg=ETAS)
+    busy = tmp_path / "cut" / "fedavg" / "trial-001"
+    busy.mkdir(parents=True)
+    with (
+        holder(busy) as process,
+        pytest.raises(NestfedError, match=str(process.pid)),
+    ):
+        tune(experiment, ["fedavg"], tmp_path / "cut", workers=1)
+    _, resumed = tune(experiment, ["fedavg"], tmp_path / "cut", workers=1)
+    _, whole = tune(experiment, ["fedavg"], tmp_path / "whole", workers=1)
+    assert resumed == whole
+    with holder(tmp_path / "whole") as process, pytest.raises(NestfedError, match=str(process.pid)):
+        tune(experiment, ["fedavg"], tmp_path / "whole", workers=1)
+
+
+def test_a_seed_that_diverges_does_not_end_a_comparison(tmp_path: Path) -> None:
+    """It counts with the last model that was evaluated before, is told, and is not run again."""
+    game = {"problem.name": "auroc", "run.rounds": 12, "run.q": 10, "run.every": 1}
+    experiment = small(fedavg={}).with_overrides(game)
+    tables = dict(experiment.source)
+    tables["methods"] = {
+        name: {"algorithm": {"name": "local-sgda", "eta_w": 0.1, "eta_theta": eta}}
+        for name, eta in (("sound", 0.01), ("wild", 3000.0))
+    }
+    experiment = Experiment(**{k: getattr(experiment, k) for k in _FIELDS}, source=tables)
+    _, (sound, wild) = compare(experiment, ["sound", "wild"], 2, tmp_path, workers=1)
+    assert sound.fate() == ""
+    assert "wild diverged with 2 of 2 seeds" in wild.fate()
+    assert wild.final("auroc") == [h[-1]["auroc"] for h in wild.histories]
+    assert all(h[-1]["round"] < 12 for h in wild.histories)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json*")}
+    assert compare(experiment, ["sound", "wild"], 2, tmp_path, workers=1)[1] == [sound, wild]
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json*")} == before
+
+
 def test_ranges(tmp_path: Path) -> None:
     experiment = small(fedavg={"algorithm.eta": {"low": 0.1, "high": 100.0, "log": True}, "problem.batch": [5, 20]})
     found = [tune(experiment, ["fedavg"], tmp_path / name, trials=4, workers=1)[1]["fedavg"] for name in "ab"]
@@ -268,4 +316,3 @@ def test_killed_by_the_system_and_started_again(tmp_path: Path) -> None:
     assert said[0] == said[1]
     same = {(tmp_path / out / "tuned.toml").read_bytes() for out in ("cut", "whole")}
     assert len(same) == 1
-    assert signal.SIGKILL  # the signal that Popen.kill sends here

@@ -13,9 +13,10 @@ class AUPRC(Conditional):
     """Minimise −E_{z⁺} g₁/g₂ with g = (E 1[y=1]ℓ, E ℓ), ℓ = max(s − h(z⁺) + h(z), 0)², h = sigmoid of the score.
 
     ξ is a positive example z⁺, η an example z of the whole data; batches come from `nestfed.data.clients.Pairs`.
-    To a batch's inner samples z⁺ itself is added with the weight of one inner positive, as it is always among the
-    examples: without it a z⁺ that the few drawn positives do not reach would have a ratio near 0, and gradients of any
-    size, however well it is ranked. Its ℓ is s², so g₂ is never 0; a tiny ε does the same for a batch without positives.
+    z⁺ itself, which is always among the examples, is counted as one more of the batch's k inner positives, each of which
+    then weighs k/(k+1) of what it did, so that positives weigh as much as in the data. Without it a z⁺ that the few drawn
+    positives do not reach would have a ratio near 0, and gradients of any size, however well it is ranked. Its ℓ is s²,
+    so g₂ is never 0; a tiny ε does the same for a batch without positives.
     """
 
     def __init__(self, model: nn.Module | Tensor, *, margin: float = 0.1, clip: float | None = None) -> None:
@@ -30,11 +31,12 @@ class AUPRC(Conditional):
         scores = torch.sigmoid(model(torch.cat([positive, x[0]])))
         if scores.dim() != 1:
             raise NestfedError(f"auprc needs a model with one score per example, not shape {tuple(scores.shape)}.")
-        loss = weight[0] * torch.relu(self.margin - scores[:b, None] + scores[None, b:]) ** 2
-        one = (y[0] * weight[0]).to(loss.dtype).mean() / y[0].sum().clamp_min(
-            1
-        )  # an inner positive's share of the mean
-        return torch.stack([y[0] * loss, loss], -1) + self.margin**2 * one
+        y, weight = y[0].to(scores.dtype), weight[0].to(scores.dtype)
+        k = y.sum()
+        one = (y * weight).mean() / (k + 1)
+        weight = weight * (1 - y / (k + 1))
+        loss = weight * torch.relu(self.margin - scores[:b, None] + scores[None, b:]) ** 2
+        return torch.stack([y * loss, loss], -1) + self.margin**2 * one
 
     def _ratio(self, u: Tensor, outer: Batch) -> Tensor:
         epsilon = 1e-4 * self.margin**2

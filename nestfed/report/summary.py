@@ -89,6 +89,7 @@ def page_of_comparison(
     tables += [target_table(runs, metric, target) for target in targets]
     extreme = "Lowest" if falls(metric) else "Highest"
     summary = f"{extreme} mean {metric}: {best}, {spread(finals[best])} over {_count(len(seeds), 'seed')}."
+    summary = " ".join([summary, *(o.fate() for o in outcomes if o.diverged)])
     everything = [h for histories in runs.values() for h in histories]
     names = [metric, *(m for m in _metrics(everything, next(iter(settings.values()))) if m != metric), *TRAINING]
     return Page(

@@ -55,6 +55,10 @@ class Run:
     trials: int = 0
     also: Mapping[str, float] = field(default_factory=dict)
     """The other metrics at the end."""
+    training: float | None = None
+    """The training objective of the last model, where a record's loss is not the same quantity for all methods."""
+    diverged: bool = False
+    """The run diverged, and the curve ends before."""
 
     @classmethod
     def of(cls, history: Sequence[Record], metric: str, **about: Any) -> Self:
@@ -79,7 +83,9 @@ class Run:
         return next((p for p in self.curve if p.value >= target), None)
 
     def loss(self, last: int = 3) -> float:
-        """Return the training loss at the end, as a mean over the last evaluated rounds."""
+        """Return the training loss at the end: the last model's, or a mean over the last evaluated rounds."""
+        if self.training is not None:
+            return self.training
         values = [p.loss for p in self.curve if p.loss is not None]
         if not values:
             raise Missing(f"no training loss of {self.method} on {self.data}")
@@ -272,6 +278,7 @@ class Workshop(NamedTuple):
     folders: Mapping[str, Path]
     """The directories of the trained cases."""
     experiments: Mapping[str, Experiment]
+    seeds: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How claims are judged: each function makes a check that turns evidence into a verdict.
 
-A difference counts if it exceeds twice its standard error over seeds; what lies within is said to be within it.
+A difference counts if the 95 % interval of its values, seed by seed, excludes 0; else it is said to be within the spread.
 """
 
 from __future__ import annotations
@@ -8,19 +8,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from nestfed.report.metrics import Estimate, confidence_interval
 from nestfed.reproductions.base import CONFIRMED, REFUTED, UNTESTED, Evidence, Missing, Verdict, plus_minus
 
 Check = Callable[[Evidence], Verdict]
 
 
-def gap(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the difference of two means and its standard error."""
-    if min(len(first), len(second)) < 2:
+def gap(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """Return the mean of the differences, seed by seed, with its 95 % interval."""
+    if len(first) != len(second) or len(first) < 2:
         raise Missing("one seed says nothing about the spread")
-    return fmean(first) - fmean(second), math.sqrt(stdev(first) ** 2 / len(first) + stdev(second) ** 2 / len(second))
+    return confidence_interval([a - b for a, b in zip(first, second)])
+
+
+def clear(difference: Estimate) -> bool:
+    """Tell whether a difference is more than the seeds' spread."""
+    return difference.low > 0 or difference.high < 0
+
+
+def _told(difference: Estimate, words: tuple[str, str] = ("ahead", "behind")) -> str:
+    text = f"{words[difference.value < 0]} by {abs(difference.value):.4f}"
+    return text if clear(difference) else f"{text}, within the spread: {difference.low:+.4f} to {difference.high:+.4f}"
 
 
 def _verdict(holds: bool, figures: str) -> Verdict:
@@ -44,15 +55,14 @@ def ahead(data: Sequence[str], winners: Sequence[str], losers: Sequence[str], *,
             for winner in winners:
                 mine = values(evidence, on, winner)
                 rivals = {loser: values(evidence, on, loser) for loser in losers}
-                best = (min if loss else max)(rivals, key=lambda m: fmean(rivals[m]))
-                difference, error = gap(rivals[best], mine) if loss else gap(mine, rivals[best])
-                clear = difference > 2 * error
-                holds = holds and clear
-                within = "" if abs(difference) > 2 * error else f", within twice its standard error of {error:.4f}"
+                gaps = {m: gap(v, mine) if loss else gap(mine, v) for m, v in rivals.items()}
+                holds = holds and all(g.low > 0 for g in gaps.values())
+                best = min(gaps, key=lambda m: gaps[m].value)
+                also = [m for m, g in gaps.items() if m != best and not clear(g)]
                 what = "training loss " if loss else ""
                 parts.append(
                     f"{on}: {what}{winner} {plus_minus(mine)}, best of the others {best} {plus_minus(rivals[best])} "
-                    f"({'less by' if loss else 'ahead by'} {difference:+.4f}{within})"
+                    f"({_told(gaps[best])})" + (f", not told apart from {_names(also)}" if also else "")
                 )
         return _verdict(holds, "; ".join(parts) + ".")
 
@@ -60,19 +70,27 @@ def ahead(data: Sequence[str], winners: Sequence[str], losers: Sequence[str], *,
 
 
 def order(data: str, published: Mapping[str, float]) -> Check:
-    """Judge that the methods come in the published order."""
+    """Judge that the methods come in the published order; equal published values are in none."""
 
     def check(evidence: Evidence) -> Verdict:
-        means = {m: fmean(evidence.finals(data, m)) for m in published}
-        ours, theirs = (sorted(t, key=lambda m: t[m], reverse=True) for t in (means, published))
-        told = " > ".join(f"{m} {means[m]:.4f}" for m in ours)
-        close = []
-        for a, b in itertools.pairwise(ours):
-            difference, error = gap(evidence.finals(data, a), evidence.finals(data, b))
-            if abs(difference) <= 2 * error:
-                close.append(f"{a} and {b}")
-        near = f" Not told apart by the seeds: {_names(close)}." if close else ""
-        return _verdict(list(ours) == list(theirs), f"{data}: {told}; published order {' > '.join(theirs)}.{near}")
+        finals = {m: evidence.finals(data, m) for m in published}
+        ours, theirs = (
+            sorted(t, key=lambda m: t[m], reverse=True) for t in ({m: fmean(v) for m, v in finals.items()}, published)
+        )
+        told = " > ".join(f"{m} {fmean(finals[m]):.4f}" for m in ours)
+        printed = theirs[0] + "".join(
+            f" {'=' if published[a] == published[b] else '>'} {b}" for a, b in itertools.pairwise(theirs)
+        )
+        pairs = [(a, b) for a in theirs for b in theirs if published[a] > published[b]]
+        gaps = {(a, b): gap(finals[a], finals[b]) for a, b in pairs}
+        turned = [f"{b} before {a}" for (a, b), g in gaps.items() if g.high < 0]
+        close = [f"{a} and {b}" for (a, b), g in gaps.items() if not clear(g)]
+        text = f"{data}: {told}; published order {printed}."
+        if turned:
+            return Verdict(REFUTED, f"{text} Clearly the other way round: {_names(turned)}.")
+        if close:
+            return Verdict(UNTESTED, f"{text} Not told apart by the seeds: {_names(close)}.")
+        return Verdict(CONFIRMED, text)
 
     return check
 
@@ -120,16 +138,14 @@ def best(data: str, method: str) -> Check:
     """Judge that one of the methods (or settings) is the best."""
 
     def check(evidence: Evidence) -> Verdict:
-        means = {m: evidence.finals(data, m) for m in evidence.methods(data)}
-        if method not in means:
-            raise Missing(f"{method} was not run on {data}")
-        top = max(means, key=lambda m: fmean(means[m]))
-        told = _names([f"{m} {plus_minus(v)}" for m, v in means.items()])
-        if top == method:
-            return _verdict(True, f"{told}.")
-        difference, error = gap(means[top], means[method])
-        near = " (within twice the standard error)" if difference <= 2 * error else ""
-        return _verdict(False, f"{told}; the best is {top}, by {difference:.4f}{near}.")
+        finals = _all(evidence, data, method)
+        gaps = {m: gap(finals[method], v) for m, v in finals.items() if m != method}
+        near = min(gaps, key=lambda m: gaps[m].value)
+        told = _names([f"{m} {plus_minus(v)}" for m, v in finals.items()])
+        others = [m for m, g in gaps.items() if m != near and not clear(g)]
+        also = f", not told apart from {_names(others)}" if others else ""
+        holds = all(g.low > 0 for g in gaps.values())
+        return _verdict(holds, f"{told}; {method} is {_told(gaps[near])} (to {near}){also}.")
 
     return check
 
@@ -138,15 +154,26 @@ def good(data: str, method: str, slack: float) -> Check:
     """Judge that a method (or setting) is as good as the best, up to a slack."""
 
     def check(evidence: Evidence) -> Verdict:
-        means = {m: fmean(evidence.finals(data, m)) for m in evidence.methods(data)}
-        if method not in means:
-            raise Missing(f"{method} was not run on {data}")
-        top = max(means, key=lambda m: means[m])
-        behind = means[top] - means[method]
-        told = _names([f"{m} {v:.4f}" for m, v in means.items()])
-        return _verdict(behind <= slack, f"{told}; {method} is {behind:.4f} behind the best ({top}).")
+        finals = _all(evidence, data, method)
+        told = _names([f"{m} {plus_minus(v)}" for m, v in finals.items()])
+        top = max(finals, key=lambda m: fmean(finals[m]))
+        if top == method:
+            return Verdict(CONFIRMED, f"{told}.")
+        behind = gap(finals[top], finals[method])
+        text = f"{told}; {method} is {_told(behind, ('behind', 'ahead'))} (to {top}; good means within {slack:g})."
+        if behind.value <= slack:
+            return Verdict(CONFIRMED, text)
+        return Verdict(REFUTED if clear(behind) else UNTESTED, text)
 
     return check
+
+
+def _all(evidence: Evidence, data: str, method: str) -> dict[str, list[float]]:
+    """Return the final values of all methods, of which there is that one and others."""
+    finals = {m: evidence.finals(data, m) for m in evidence.methods(data)}
+    if method not in finals or len(finals) < 2:
+        raise Missing(f"{method} was not compared on {data}")
+    return finals
 
 
 def overfits(data: str, method: str, other: str) -> Check:
@@ -157,7 +184,8 @@ def overfits(data: str, method: str, other: str) -> Check:
         test = {m: evidence.finals(data, m) for m in (method, other)}
         fits, fails = gap(train[other], train[method]), gap(test[other], test[method])
         told = "; ".join(f"{m}: training loss {plus_minus(train[m])}, unseen {plus_minus(test[m])}" for m in train)
-        return _verdict(fits[0] > 2 * fits[1] and fails[0] > 2 * fails[1], f"{told}.")
+        figures = f"{told}; {method} is {_told(fits)} in training, {other} {_told(fails)} on unseen tasks."
+        return _verdict(fits.low > 0 and fails.low > 0, figures)
 
     return check
 
@@ -176,17 +204,15 @@ def needs_larger_m(ratios: Sequence[float], ms: Sequence[int], methods: Sequence
     def check(evidence: Evidence) -> Verdict:
         parts, holds = [], True
         for method in methods:
-            lost, errors = [], []
+            lost = []
             for ratio in (ratios[0], ratios[-1]):
                 many, few = (evidence.finals(noise_label(ratio, m), method) for m in (ms[-1], ms[0]))
-                difference, error = gap(many, few)
-                lost.append(difference)
-                errors.append(error)
-            grows = lost[1] - lost[0] > 2 * math.hypot(*errors)
-            holds = holds and grows
+                lost.append([a - b for a, b in zip(many, few)])
+            more = gap(lost[1], lost[0])
+            holds = holds and more.low > 0
             parts.append(
-                f"{method}: m = {ms[0]} instead of {ms[-1]} costs {lost[0]:+.4f} at ratio {ratios[0]:g} and "
-                f"{lost[1]:+.4f} at ratio {ratios[-1]:g}"
+                f"{method}: m = {ms[0]} instead of {ms[-1]} costs {fmean(lost[0]):+.4f} at ratio {ratios[0]:g} and "
+                f"{fmean(lost[1]):+.4f} at ratio {ratios[-1]:g}" + ("" if clear(more) else " (within the spread)")
             )
         return _verdict(holds, "; ".join(parts) + ".")
 
@@ -197,21 +223,24 @@ def alike(data: Sequence[str], first: str, second: str, slack: float) -> Check:
     """Judge that two methods end alike."""
 
     def check(evidence: Evidence) -> Verdict:
-        gaps = {on: fmean(evidence.finals(on, first)) - fmean(evidence.finals(on, second)) for on in data}
-        told = "; ".join(f"{on}: {first} − {second} = {d:+.4f}" for on, d in gaps.items())
-        return _verdict(all(abs(d) <= slack for d in gaps.values()), f"{told} (alike means within {slack:g}).")
+        gaps = {on: gap(evidence.finals(on, first), evidence.finals(on, second)) for on in data}
+        told = "; ".join(f"{on}: {first} is {_told(g)}" for on, g in gaps.items())
+        far = [g for g in gaps.values() if abs(g.value) > slack]
+        outcome = CONFIRMED if not far else (REFUTED if any(map(clear, far)) else UNTESTED)
+        return Verdict(outcome, f"{told} (alike means within {slack:g}).")
 
     return check
 
 
 def steadier(data: Sequence[str], method: str, than: str) -> Check:
-    """Judge that a method's curve goes up and down less, over the second half of a run."""
+    """Judge that a method's curve wavers less, over the second half of a run; a steady slope is no wavering."""
 
     def wobble(evidence: Evidence, on: str, name: str) -> float:
         steps = []
         for run in evidence.of(on, name):
             late = [p.value for p in run.curve if p.round > run.curve[-1].round / 2]
-            steps.append(fmean(abs(b - a) for a, b in itertools.pairwise(late)) if len(late) > 1 else math.nan)
+            bends = [abs(a - 2 * b + c) / 2 for a, b, c in zip(late, late[1:], late[2:])]
+            steps.append(fmean(bends) if bends else math.nan)
         return fmean(steps)
 
     def check(evidence: Evidence) -> Verdict:
@@ -219,7 +248,10 @@ def steadier(data: Sequence[str], method: str, than: str) -> Check:
         if any(math.isnan(v) for pair in pairs.values() for v in pair):
             return Verdict(UNTESTED, "Too few evaluations in the second half.")
         told = "; ".join(f"{on}: {method} {a:.4f}, {than} {b:.4f}" for on, (a, b) in pairs.items())
-        return _verdict(all(a < b for a, b in pairs.values()), f"Mean step between evaluations, second half: {told}.")
+        return _verdict(
+            all(a < b for a, b in pairs.values()),
+            f"Mean distance of an evaluation from its neighbours' mean, second half: {told}.",
+        )
 
     return check
 
@@ -261,16 +293,23 @@ def diverges(evidence: Evidence) -> Verdict:
     return _verdict(holds, f"{told}; every step is η/(3√(1−β^t)) up to {worst:.0e}.")
 
 
+def _rows(evidence: Evidence, expected: str) -> list[dict[str, Any]]:
+    found = [row for row in evidence.number("fafed") if row["expected"] == expected]
+    if not found:
+        raise Missing("FAFED was not run with such settings")
+    return found
+
+
 def converges(evidence: Evidence) -> Verdict:
     """Judge that FAFED reaches the optimum with the settings that should."""
-    rows = [row for row in evidence.number("fafed") if row["expected"] == "converges"]
+    rows = _rows(evidence, "converges")
     told = "; ".join(f"q = {row['q']}, η = {row['eta']:g}, ρ = {row['rho']:g}: |x| = {row['end']:.1e}" for row in rows)
     return _verdict(all(row["end"] < 0.01 for row in rows), f"{told}.")
 
 
 def stalls(evidence: Evidence) -> Verdict:
     """Judge that FAFED does not converge with long steps and several of them."""
-    rows = [row for row in evidence.number("fafed") if row["expected"] == "stalls"]
+    rows = _rows(evidence, "stalls")
     told = "; ".join(f"q = {row['q']}, η = {row['eta']:g}, ρ = {row['rho']:g}: |x| = {row['end']:.3f}" for row in rows)
     return _verdict(all(0.5 < row["end"] < 2 for row in rows), f"{told}.")
 
@@ -283,33 +322,36 @@ def fits_best(method: str) -> Check:
         if method not in errors:
             raise Missing(f"{method} was not fitted")
         told = _names([f"{name} {plus_minus(v, 3)}" for name, v in errors.items()])
-        first, second = sorted(errors, key=lambda m: fmean(errors[m]))[:2]
-        difference, error = gap(errors[second], errors[first])
-        near = "" if difference > 2 * error else f", but {second} is within twice the standard error"
-        holds = first == method and not near
-        return _verdict(holds, f"Mean squared error on the task after one step: {told}; best is {first}{near}.")
+        gaps = {m: gap(v, errors[method]) for m, v in errors.items() if m != method}
+        near = min(gaps, key=lambda m: gaps[m].value)
+        figures = f"Mean squared error on the task after one step: {told}; {method} is {_told(gaps[near])} (to {near})."
+        return _verdict(all(g.low > 0 for g in gaps.values()), figures)
 
     return check
 
 
 def rate(method: str, cost: str) -> Check:
-    """Judge that a measured slope does not exceed the theory's exponent by more than 5 %, or its interval holds it."""
+    """Judge that a measured slope does not exceed the theory's exponent by more than 5 %."""
 
     def check(evidence: Evidence) -> Verdict:
         found: dict[str, Any] = evidence.number("rates")
         if method not in found:
             raise Missing(f"{method} was not measured")
         (value, low, high), theory = found[method][cost], found[method]["theory"][cost]
-        return _verdict(low <= theory * 1.05, f"{cost} ∝ ε^−{value:.2f} [{low:.2f}, {high:.2f}], theory {theory:g}.")
+        bound = theory * 1.05
+        outcome = CONFIRMED if value <= bound else (REFUTED if low > bound else UNTESTED)
+        return Verdict(outcome, f"{cost} ∝ ε^−{value:.2f} [{low:.2f}, {high:.2f}], theory {theory:g}.")
 
     return check
 
 
 def speeds_up(evidence: Evidence) -> Verdict:
-    """Judge that iterations to an accuracy fall like 1/N, within 0.1."""
+    """Judge that iterations to an accuracy fall at least like 1/N, within 0.1."""
     found = evidence.number("speedup")
+    if not found:
+        raise Missing("no method was measured")
     told = "; ".join(f"{name}: N^{v[0]:.2f} [{v[1]:.2f}, {v[2]:.2f}]" for name, v in found.items())
-    return _verdict(all(abs(v[0] + 1) <= 0.1 for v in found.values()), f"Iterations to one accuracy, {told}.")
+    return _verdict(all(v[0] <= -0.9 for v in found.values()), f"Iterations to one accuracy, {told}.")
 
 
 def bias_falls(evidence: Evidence) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,8 +155,8 @@ def fitted(workshop: Workshop) -> dict[str, Any]:
     models: dict[str, Adaptable] = {}
     errors: dict[str, dict[str, list[float]]] = {}
     for method in experiment.methods:
-        for place in sorted((folder / method).glob("seed-*"), key=lambda p: int(p.name[5:])):
-            model = trained(experiment.for_method(method), place)
+        for seed in range(workshop.seeds):
+            model = trained(experiment.for_method(method), folder / method / f"seed-{experiment.run.seed + seed}")
             models.setdefault(method, model)
             before, after = (_fit_error(model, steps) for steps in (0, 1))
             row = errors.setdefault(method, {"before": [], "after": []})
@@ -179,14 +180,42 @@ def _fit_error(model: Adaptable, steps: int, a: float = 2.5, b: float = 1.5, poi
 
 def trained(experiment: Any, place: Path) -> Any:
     """Return the problem's model as a finished run left it."""
-    from safetensors.torch import load_file
-
     from nestfed.assemble import assemble
 
     made = assemble(experiment)
+    return made.problem.bind(_vector(made.problem, place))
+
+
+def _vector(problem: Any, place: Path) -> torch.Tensor:
+    from safetensors.torch import load_file
+
     tensors = load_file(place / "model.safetensors")
-    x = torch.cat([tensors[name].reshape(-1) for name in made.problem.flat.names])
-    return made.problem.bind(x)
+    return torch.cat([tensors[name].reshape(-1) for name in problem.flat.names])
+
+
+def training_loss(experiment: Any, place: Path, tasks: int = 120) -> float | None:
+    """Return a meta-learner's training objective at the model that a run left; None for other problems.
+
+    The loss in a record is taken where a method takes it. For those that track the inner function that is the tracked
+    value, not g(x), so that curves of different methods (or of one with another γ) could not be compared. Here all are
+    judged by f(g(x)), on the same tasks of every client: those of iterations that no run gets to.
+    """
+    from nestfed.assemble import assemble
+    from nestfed.problems.maml import MAML
+
+    if experiment.problem.name not in ("sine", "omniglot"):
+        return None
+    held = place / "training.json"
+    if held.exists():
+        return float(json.loads(held.read_text(encoding="utf-8")))
+    made = assemble(experiment)
+    assert isinstance(made.problem, MAML)
+    x, clients = _vector(made.problem, place), made.clients
+    drawn = range(2**30, 2**30 + -(-tasks // (len(clients) * experiment.problem.tasks)))
+    with torch.no_grad():
+        found = fmean(float(made.problem.loss(x, clients.sample(n, t))) for t in drawn for n in range(len(clients)))
+    write_atomically(held, json.dumps(found).encode())
+    return found
 
 
 def complexity(workshop: Workshop) -> dict[str, Any]:

@@ -103,6 +103,9 @@ def configure(
     method = algorithms.find(name)
     known = {f.name for f in fields(method)}  # type: ignore[arg-type]
     given = dict(settings or {})
+    if name == "fmgda" and callable(lr):  # its steps are ĉη(t) and cη(t) with numbers ĉ and c
+        given = {"eta": lr, "c_hat": 1.0, "c": 1.0} | given
+        lr = None
     for step in STEPS.get(name, ("eta",)):
         if lr is not None:
             given.setdefault(step, lr)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from nestfed import algorithms, models
+from nestfed.algorithms.conditional import BSpiderBoost
 from nestfed.core import NestfedError
-from nestfed.data.clients import Examples, Pairs, start_large
+from nestfed.data.clients import Examples, Pairs, Size, every, start_large
 from nestfed.data.partition import Summary
 from nestfed.data.prepare import Held, Prepared, prepare
 from nestfed.experiment import Experiment, hyper_parameters
@@ -67,6 +68,8 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
     if not experiment.algorithm.name:
         raise NestfedError("The experiment names no algorithm: set algorithm.name, or `compare --algorithms`.")
     algorithm = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
+    if experiment.problem.initial_batch and APPLICATIONS[name] is not _labelled:
+        raise NestfedError(f"problem.initial_batch is for classify, auroc and auprc; {name} has none.")
     made = APPLICATIONS[name](experiment, experiment.run.seed if seed is None else seed)
     return replace(made, algorithm=algorithm)
 
@@ -99,13 +102,12 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
     clients: Any
     if spec.name == "auprc":
         problem = AUPRC(model, margin=spec.margin, clip=clip)
-        outer = start_large(spec.initial_batch, spec.outer) if spec.initial_batch else spec.outer
+        outer = _size(experiment, spec.outer)
         clients = Pairs(
             arrays, prepared.parts, outer=outer, inner=spec.inner, inner_positives=spec.inner_positives or None, **held
         )
     else:
-        batch = start_large(spec.initial_batch, spec.batch) if spec.initial_batch else spec.batch
-        clients = Examples(arrays, prepared.parts, batch=batch, **held)
+        clients = Examples(arrays, prepared.parts, batch=_size(experiment, spec.batch), **held)
         problem = Classify(model, clip=clip)
         if spec.name == "auroc":
             problem = AUROC(model, p=p, sigmoid=spec.sigmoid, clip=clip)
@@ -116,6 +118,17 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
     return Assembly(
         problem, None, clients, partial(judge, held=prepared.test), metric, validation, prepared.summary, ranks
     )
+
+
+def _size(experiment: Experiment, usual: int) -> Size:
+    """Return the batch size: the large one at t = 0, and again whenever the method starts its estimate anew."""
+    large, method = experiment.problem.initial_batch, experiment.algorithm
+    if not large:
+        return usual
+    if method.name == "bspiderboost":
+        period = method.hyper.get("period", BSpiderBoost.period)
+        return every(period, large, usual) if isinstance(period, int) and period > 0 else usual
+    return start_large(large, usual)
 
 
 def score(
@@ -172,7 +185,7 @@ def _invariant(experiment: Experiment, seed: int) -> Assembly:
     clients = InvariantClients(experiment.partition.clients, spec.dim, spec.ratio, spec.inner, spec.outer, seed=seed)
     test, validation = clients.held_out(0), clients.held_out(1)
     return Assembly(
-        InvariantLogistic(torch.zeros(spec.dim)),
+        InvariantLogistic(torch.zeros(spec.dim), clip=spec.clip or None),
         None,
         clients,
         lambda x: {"accuracy": accuracy(x, test)},

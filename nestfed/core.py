@@ -39,7 +39,10 @@ def at(schedule: Schedule, t: int) -> float:
 
 def first(schedule: Schedule, t: int) -> float:
     """Return 1 at t = 0 and the schedule later: "Initialize" is a step whose momentum weight is 1."""
-    return 1.0 if t == 0 else at(schedule, t)
+    value = 1.0 if t == 0 else at(schedule, t)
+    if not 0 <= value <= 1:
+        raise NestfedError(f"A momentum weight must lie in [0, 1], and a schedule gives {value:g} at iteration {t}.")
+    return value
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,13 @@ class Algorithm(ABC, Generic[P, S]):
     def ends_round(self, t: int, q: int) -> bool:
         """Tell whether the clients synchronise after iteration t."""
         return (t + 1) % q == 0
+
+    def feasible(self, problem: P, shared: Fields) -> Fields:
+        """Return the broadcast with both players in their sets, which a server's step or noise may have left."""
+        found = {**shared, self.point: problem.project(shared[self.point])}
+        if isinstance(problem, Saddle) and "w" in shared:
+            found["w"] = problem.project_dual(shared["w"])
+        return found
 
 
 def refuse_mismatch(problem: Problem, algorithm: Algorithm[Any, Any]) -> None:

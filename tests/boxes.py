@@ -423,11 +423,12 @@ def momentum_local_sgda(
             if t == 0:
                 d_theta[n], d_w[n] = grad(n, t, theta[n], w[n])
             else:
-                theta[n] = theta[n] - at(a, t) * at(eta_theta, t) * d_theta[n]
-                w[n] = w[n] + at(a, t) * at(eta_w, t) * d_w[n]
+                step = at(a, t - 1)
+                theta[n] = theta[n] - step * at(eta_theta, t - 1) * d_theta[n]
+                w[n] = w[n] + step * at(eta_w, t - 1) * d_w[n]
                 g_theta, g_w = grad(n, t, theta[n], w[n])
-                d_theta[n] = (1 - at(a, t) * beta) * d_theta[n] + at(a, t) * beta * g_theta
-                d_w[n] = (1 - at(a, t) * beta) * d_w[n] + at(a, t) * beta * g_w
+                d_theta[n] = (1 - step * beta) * d_theta[n] + step * beta * g_theta
+                d_w[n] = (1 - step * beta) * d_w[n] + step * beta * g_w
         if (t + 1) % q == 0:
             theta, w = averaged(theta), averaged(w)
             d_theta, d_w = averaged(d_theta), averaged(d_w)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from scipy import stats
 
+from nestfed.assemble import assemble
 from nestfed.core import NestfedError
 from nestfed.data.clients import Examples, draw, every, start_large
 from nestfed.data.random import Purpose, Streams
+from nestfed.experiment import from_tables, read
 from nestfed.problems.invariant import InvariantClients, InvariantLogistic
 
 X = torch.arange(100.0)
@@ -116,3 +118,19 @@ def test_invariant_loss_has_the_mean_inside_the_logistic() -> None:
     assert float(loss) == pytest.approx(float(inside + penalty), abs=1e-12)
     outside = np.mean([np.log1p(np.exp(-b[i] * (eta[i] @ x))).mean() for i in range(3)])
     assert abs(outside - inside) > 1e-3
+
+
+def test_the_large_batch_of_an_experiment_is_drawn_when_the_method_needs_it() -> None:
+    """At t = 0, and for BSpiderBoost every period; where there is no such batch the setting is refused."""
+    one = read("demo").with_overrides({"problem.initial_batch": 9, "problem.outer": 2, "partition.clients": 1})
+    for algorithm, sizes in (
+        ({"name": "fcsg-m", "alpha": 0.1, "beta": 0.5}, [9, 2, 2, 2, 2, 2]),
+        ({"name": "bspiderboost", "alpha": 0.1, "period": 3}, [9, 2, 2, 9, 2, 2]),
+    ):
+        tables = {**one.source, "algorithm": algorithm}
+        made = assemble(from_tables({k: v for k, v in tables.items() if k != "methods"}))
+        assert [len(made.clients.sample(0, t)[0][0]) for t in range(6)] == sizes
+    invariant = read("fcsg-figure1").for_method("fcsg").with_overrides({"algorithm.alpha": 0.1})
+    assert assemble(invariant.with_overrides({"problem.clip": 0.5})).problem.clip == 0.5
+    with pytest.raises(NestfedError, match="invariant has none"):
+        assemble(invariant.with_overrides({"problem.initial_batch": 9}))

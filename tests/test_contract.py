@@ -312,7 +312,7 @@ def test_absent_clients_keep_their_fields(name: str) -> None:
     """What a client keeps to itself changes only in rounds that it takes part in."""
     before, after = run(name, 3, participation=2), run(name, 4, participation=2)
     for field, value in after.private.items():
-        changed = (value != before.private[field]).flatten(1).any(1)
+        changed = (value != before.private[field]).reshape(len(value), -1).any(1)
         assert int(changed.sum()) <= 2
 
 
@@ -324,6 +324,21 @@ def test_a_drawn_outcome_when_nobody_answers_or_the_draw_is_past(tmp_path: Path)
     run("fedavg", 5, directory=tmp_path)
     with pytest.raises(NestfedError, match="uniform"):
         run("fedavg", 5, directory=tmp_path, output="uniform")
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [
+        ("local-scgdm", {"eta": 1.0, "alpha": 0.5, "beta": 0.1, "gamma": lambda t: 0.3 * t}),
+        ("fcsg-m", {"alpha": 0.05, "beta": lambda t: 0.3 * t}),
+    ],
+)
+def test_a_weight_that_grows_above_one_is_refused_when_it_does(name: str, hyper: dict[str, Any]) -> None:
+    s = setting(name)
+    algorithm = build(name, **hyper)
+    simulate(s.problem, algorithm, s.clients, rounds=1, q=4, progress=False)
+    with pytest.raises(NestfedError, match=r"weight must lie in \[0, 1\].* at iteration 4"):
+        simulate(s.problem, algorithm, s.clients, rounds=2, q=4, progress=False)
 
 
 @every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,14 +23,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from nestfed import Classify, Examples, Minimize
-from nestfed.algorithms import TABLE, FedAvg, Scaffold
+from nestfed.algorithms import TABLE, FedAdam, FedAMS, FedAvg, FedYogi, Scaffold
 from nestfed.core import NestfedError
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
 from nestfed.engine.simulate import Interrupted, simulate
 from nestfed.engine.sync import Participation, Span, dropout_keys
-from nestfed.problems.base import Sample, Tape
+from nestfed.problems.base import Box, Sample, Tape
 from nestfed.problems.toys import Quadratic
 
 HERE = Path(__file__).parent
@@ -247,6 +248,34 @@ def test_divergence_is_told() -> None:
 
 
 # --- what is returned ---
+
+
+@pytest.mark.parametrize(
+    "method", [FedAdam(0.1, 0.3), FedYogi(0.1, 0.3), FedAMS(0.1, 0.3), Scaffold(0.5, eta_g=1.5), FedAvg(0.5)]
+)
+def test_the_server_stays_in_the_feasible_set(method: Any) -> None:
+    toy = Quadratic(4, 6, seed=1)
+    problem = Minimize(toy.problem.f, torch.zeros(6, dtype=torch.float64), domain=Box(-0.1, 0.1))
+    seen: list[float] = []
+
+    def measure(shared: Any) -> dict[str, float]:
+        seen.append(float(shared["x"].abs().max()))
+        return {}
+
+    simulate(problem, method, toy.clients, rounds=8, q=2, measure=measure, progress=False)
+    assert max(seen) <= 0.1
+    assert max(seen) > 0.09, "it was at the border"
+
+
+def test_a_nan_is_not_the_best() -> None:
+    toy = Quadratic(4, 3, seed=1)
+    values = iter([math.nan, 1.0, 3.0, math.nan, 2.0])
+    found = simulate(
+        toy.problem, FedAvg(0.1), toy.clients, rounds=4, q=2, progress=False, output="best", best="score",
+        evaluate=lambda model: {"score": next(values)},
+    )  # fmt: skip
+    short = simulate(toy.problem, FedAvg(0.1), toy.clients, rounds=2, q=2, progress=False)
+    torch.testing.assert_close(found.x, short.x, rtol=0, atol=0)
 
 
 def test_outputs() -> None:

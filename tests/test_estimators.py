@@ -24,6 +24,7 @@ from nestfed.core import DivergedError, NestfedError
 from nestfed.data.partition import even
 from nestfed.estimators.batches import Balanced, BalancedAUROC
 from nestfed.estimators.labelled import calibrate
+from nestfed.estimators.meta import TaskClients
 from nestfed.estimators.sites import common_scale, gather
 from nestfed.problems import Simplex
 from nestfed.problems.auroc import AUROC
@@ -420,6 +421,53 @@ def test_maml_learns_to_adapt(tmp_path: Path) -> None:
     found.save(tmp_path)
     again = FederatedMAML.load(tmp_path)
     assert_allclose(again.adapt(x[:10], y[:10]).predict(x[10:]), adapted, rtol=1e-6)
+
+
+def test_a_small_tasks_support_and_query_share_no_row() -> None:
+    rows = torch.arange(40)
+    tasks = [[(rows[:12], rows[:12]), (rows[12:], rows[12:])]]
+    for t in range(20):
+        (query, _), (support, _), which = TaskClients(tasks, 2, 10, 10).sample(0, t)
+        assert sorted(which.tolist()) == [0, 1]
+        assert query.shape == support.shape == (2, 10)
+        for one, other in zip(query.tolist(), support.tolist()):
+            assert not set(one) & set(other)
+
+
+def test_maml_never_meets_a_task_twice_in_a_step() -> None:
+    draws = np.random.default_rng(0)
+    tasks = [(draws.normal(size=(20, 2)), draws.normal(size=20)) for _ in range(4)]
+    met: list[int] = []
+    ask = TaskClients.sample
+
+    def watched(self: TaskClients, n: int, t: int) -> Any:
+        found = ask(self, n, t)
+        met.append(len(set(found[2].tolist())) - len(found[2]))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskClients, "sample", watched)
+        FederatedMAML(tasks_per_step=3, rounds=2, q=2, shots=5, queries=5).fit([tasks[:2], tasks[2:]])
+    assert met
+    assert set(met) == {0}
+    with pytest.raises(NestfedError, match="one example"):
+        FederatedMAML(rounds=1).fit([[(np.ones((1, 2)), np.ones(1))]])
+
+
+@pytest.mark.parametrize("algorithm", ["fmgda", "coda", "coda-plus", "codasca", "local-sgda", "momentum-local-sgda"])
+def test_a_schedule_as_step_size(algorithm: str) -> None:
+    """A constant schedule is the number; FMGDA's number is one of its two, beside the η of the paper's steps ĉη and cη."""
+    sites, (x, _) = cancer()
+    number: dict[str, Any] = {"lr": 0.05}
+    if algorithm == "fmgda":
+        number = {"settings": {"eta": 0.05, "c": 1.0, "c_hat": 1.0}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the theorem would want
+        ends = [
+            FederatedAUC(algorithm=algorithm, **given, **QUICK).fit(sites).predict_proba(x)
+            for given in (number, {"lr": lambda t: 0.05})
+        ]
+    assert_allclose(*ends, rtol=1e-6)
 
 
 def test_maml_on_classification_tasks() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nestfed import algorithms as a
 from nestfed.algorithms import server as servers
-from nestfed.core import Fields, Server, at
+from nestfed.core import Fields, Power, Server, at
 from nestfed.data.clients import Examples
 from nestfed.engine.simulate import simulate
 from nestfed.problems.base import Conditional, Minimax, Minimize
@@ -227,6 +227,30 @@ def test_momentum_sgda_with_weight_one(N: int, q: int, field: str) -> None:
     plain = path(setting, a.LocalSGDA(0.1, 0.2), field, q=1, rounds=12)
     # after k iterations the momentum method has made k − 1 moves
     same(momentum[1:], plain[torch.arange(q, 12 + 1, q) - 1])
+
+
+@pytest.mark.parametrize("field", ["theta", "w"])
+def test_momentum_sgda_with_weight_one_and_a_schedule(field: str) -> None:
+    setting = cases.minimax()
+    momentum = path(setting, a.MomentumLocalSGDA(Power(0.2), Power(0.4), beta=1.0), field, q=1, rounds=12)
+    same(momentum[1:], path(setting, a.LocalSGDA(Power(0.2), Power(0.4)), field, q=1, rounds=12)[:-1])
+
+
+@pytest.mark.parametrize("kind", [a.CODAPlus, a.CODASCA])
+def test_the_proximal_term_holds_also_for_those_who_sit_out(kind: Any) -> None:
+    """A strong pull to the stage's start keeps θ near it, whoever takes part; a new stage has a new start."""
+    setting = cases.minimax()
+
+    def end(gamma: float, T0: int = 10**6, **options: Any) -> float:
+        method = kind(0.05, gamma, T0)
+        found = simulate(setting.problem, method, setting.clients, rounds=60, q=2, progress=False, **options)
+        return float((found.x - setting.problem.x0).norm())
+
+    free = end(float("inf"), participation=2)
+    assert free > 0.3
+    assert end(0.1) < 0.2 * free
+    assert end(0.1, participation=2) < 0.2 * free
+    assert end(0.1, 2, participation=2) > 1.5 * end(0.1, participation=2)
 
 
 @pytest.mark.parametrize("field", ["theta", "w"])

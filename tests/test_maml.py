@@ -152,6 +152,17 @@ def test_batch_normalisation_sees_one_task_at_a_time() -> None:
     assert problems[0].vectorise != MAML(curved(), squared_error, inner_lr=1.0).vectorise
 
 
+def test_evaluation_has_no_dropout() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1), nn.Flatten(0))
+    for vectorise in (True, False):
+        problem = MAML(model, squared_error, inner_lr=0.1, vectorise=vectorise)
+        bound = problem.bind(problem.x0)
+        assert SineTest(4)(bound) == SineTest(4)(bound)
+        batch = SineTest(4).tasks()
+        assert float(problem.loss(problem.x0, batch)) == float(problem.loss(problem.x0, batch))
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(NestfedError, match="inner_lr"):
         MAML(curved(), squared_error, inner_lr=0.0)

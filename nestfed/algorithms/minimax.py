@@ -98,27 +98,28 @@ class MomentumLocalSGDA(Algorithm[Saddle, PlayersMomentum]):
         """θ ← θ − aη_θd_θ; w ← w + aη_wd_w; d ← (1 − aβ)d + aβ∇f at the new point."""
         if t == 0:
             return s._replace(**dict(zip(("d_theta", "d_w"), problem.grads(s.theta, s.w, batch))))
-        a = at(self.a, t)
-        theta = problem.project(s.theta - a * at(self.eta_theta, t) * s.d_theta)
-        w = problem.project_dual(s.w + a * at(self.eta_w, t) * s.d_w)
+        a = at(self.a, t - 1)  # this move is that of the iteration before, whose gradient it uses
+        theta = problem.project(s.theta - a * at(self.eta_theta, t - 1) * s.d_theta)
+        w = problem.project_dual(s.w + a * at(self.eta_w, t - 1) * s.d_w)
         g, h = problem.grads(theta, w, batch)
-        c = a * at(self.beta, t)
+        c = a * at(self.beta, t - 1)
         return PlayersMomentum(theta, w, (1 - c) * s.d_theta + c * g, (1 - c) * s.d_w + c * h)
 
 
 class Staged(NamedTuple):
-    """Both players, and the stage's reference point."""
+    """Both players, the stage's reference point, and the number of that stage."""
 
     theta: Tensor
     w: Tensor
     ref: Tensor
+    stage: Tensor
 
 
 @dataclass(frozen=True)
 class _Stages:
     """The hyper-parameters of CODA's stages: stage s has T0·3^s iterations with step η0/3^s."""
 
-    eta: float
+    eta: Schedule
     gamma: float = float("inf")
     T0: int = 1000
 
@@ -136,6 +137,15 @@ class _Stages:
             s += 1
         return s, start
 
+    def step_size(self, t: int) -> float:
+        """Return η_s."""
+        return at(self.eta, t) / 3 ** self.stage(t)[0]
+
+    def reference(self, theta: Tensor, ref: Tensor, stage: Tensor, t: int) -> dict[str, Tensor]:
+        """Return the reference for iteration t: the broadcast θ if the one that is held is of another stage."""
+        now = self.stage(t)[0]
+        return {"ref": torch.where(stage == now, ref, theta), "stage": torch.full_like(stage, now)}
+
     def begins(self, t: int) -> bool:
         """Tell whether t is the first iteration of a stage after the first."""
         s, start = self.stage(t)
@@ -152,13 +162,13 @@ class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
     """CODA+ (Yuan et al. 2021): stages of proximal local SGDA with a step size that falls threefold.
 
     θ ← θ − η_s(∇_θF + (θ − θ_ref)/γ), w ← w + η_s∇_wF; θ_ref is the averaged θ at which the stage began. A client
-    that sat out takes the broadcast as its θ_ref.
+    that was away then takes the θ with which it comes back.
     """
 
     name = "coda-plus"
     accepts = Saddle
     shared = ("theta", "w")
-    private = ("ref",)
+    private = ("ref", "stage")
     point = "theta"
 
     def ends_round(self, t: int, q: int) -> bool:
@@ -168,19 +178,15 @@ class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
 
     def init(self, problem: Saddle, x0: Tensor) -> Staged:
         """Start at θ0, w0."""
-        return Staged(x0, problem.w0, x0)
-
-    def rejoin(self, s: Staged, t: int) -> Staged:
-        """Take the broadcast as reference."""
-        return s._replace(ref=s.theta)
+        return Staged(x0, problem.w0, x0, x0.new_zeros(()))
 
     def receive(self, s: Staged, t: int) -> Staged:
         """Renew the reference at the start of a stage."""
-        return s._replace(ref=s.theta) if self.begins(t) else s
+        return s._replace(**self.reference(s.theta, s.ref, s.stage, t))
 
     def step(self, problem: Saddle, s: Staged, batch: Batch, t: int) -> Staged:
         """One proximal step of both players."""
-        eta = self.eta / 3 ** self.stage(t)[0]
+        eta = self.step_size(t)
         g, h = problem.grads(s.theta, s.w, batch)
         theta = problem.project(s.theta - eta * (g + (s.theta - s.ref) / self.gamma))
         return s._replace(theta=theta, w=problem.project_dual(s.w + eta * h))
@@ -216,6 +222,7 @@ class StagedControlled(NamedTuple):
     c_theta: Tensor
     c_w: Tensor
     ref: Tensor
+    stage: Tensor
     own_theta: Tensor
     own_w: Tensor
     sum_theta: Tensor
@@ -236,7 +243,7 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
     name = "codasca"
     accepts = Saddle
     shared = ("theta", "w", "c_theta", "c_w")
-    private = ("ref", "own_theta", "own_w")
+    private = ("ref", "stage", "own_theta", "own_w")
     point = "theta"
 
     def __post_init__(self) -> None:
@@ -256,20 +263,16 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
     def init(self, problem: Saddle, x0: Tensor) -> StagedControlled:
         """Start at θ0, w0 without correction."""
         z, o = 0 * x0, 0 * problem.w0
-        return StagedControlled(x0, problem.w0, z, o, x0, z, o, z, o, x0.new_zeros(()))
-
-    def rejoin(self, s: StagedControlled, t: int) -> StagedControlled:
-        """Take the broadcast as reference."""
-        return s._replace(ref=s.theta)
+        return StagedControlled(x0, problem.w0, z, o, x0, x0.new_zeros(()), z, o, z, o, x0.new_zeros(()))
 
     def receive(self, s: StagedControlled, t: int) -> StagedControlled:
         """Renew the reference at the start of a stage; begin the round's sums."""
-        ref = s.theta if self.begins(t) else s.ref
-        return s._replace(ref=ref, sum_theta=0 * s.own_theta, sum_w=0 * s.own_w, steps=torch.zeros_like(s.steps))
+        held = self.reference(s.theta, s.ref, s.stage, t)
+        return s._replace(**held, sum_theta=0 * s.own_theta, sum_w=0 * s.own_w, steps=torch.zeros_like(s.steps))
 
     def step(self, problem: Saddle, s: StagedControlled, batch: Batch, t: int) -> StagedControlled:
         """One corrected proximal step of both players."""
-        eta = self.eta / 3 ** self.stage(t)[0]
+        eta = self.step_size(t)
         g, h = problem.grads(s.theta, s.w, batch)
         direction = g - s.own_theta + s.c_theta + (s.theta - s.ref) / self.gamma
         return s._replace(

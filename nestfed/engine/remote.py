@@ -327,6 +327,7 @@ class Coordinator:
                 spread = ((mean[algorithm.point] - state.shared[algorithm.point]) ** 2).sum()
                 drift = max(self._mean({n: answers[n].moved for n in ns}) - float(spread), 0.0)
             server, shared = algorithm.server.update(state.server, state.shared, mean, self._fraction(ns))
+            shared = algorithm.feasible(self.problem, shared)
             for k, v in (*shared.items(), *server.items()):
                 if not bool(torch.isfinite(v).all()):
                     raise NestfedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")

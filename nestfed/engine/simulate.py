@@ -201,7 +201,7 @@ def simulate(
         runner: Runner = local if workers == 1 else Workers(local, state.shared, state.private, workers, most)
         if group.count > 1:
             runner = Ranks(runner, group, len(clients), algorithm.point, reduction, local.drop)
-        engine = _Engine(algorithm, runner, len(clients), q, seed, encoding, reduction, blur)
+        engine = _Engine(problem, algorithm, runner, len(clients), q, seed, encoding, reduction, blur)
         left_out: set[int] = set()
         clock = _Clock(engine.laps)
         del template
@@ -285,11 +285,11 @@ class _Engine:
     """Advances the state of a run by rounds; who runs the clients is the runner's business."""
 
     def __init__(
-        self, algorithm: AnyAlgorithm, runner: Runner, clients: int, q: int, seed: int, encoding: Encoding,
-        reduction: Reduction, blur: Noise | None,
+        self, problem: Any, algorithm: AnyAlgorithm, runner: Runner, clients: int, q: int, seed: int,
+        encoding: Encoding, reduction: Reduction, blur: Noise | None,
     ) -> None:  # fmt: skip
         self.encoding, self.reduction, self.blur, self.seed = encoding, reduction, blur, seed
-        self.algorithm, self.runner, self.clients, self.q = algorithm, runner, clients, q
+        self.problem, self.algorithm, self.runner, self.clients, self.q = problem, algorithm, runner, clients, q
         self.streams = Streams(seed)
         self.dropped: dict[int, str] = {}
         """Clients that were left out of the last round because of a number that went wrong, each with a sentence."""
@@ -331,6 +331,7 @@ class _Engine:
                     drift = None  # it is a spread about the mean
                 present = self.blur.expected if self.blur else count
                 server, shared = algorithm.server.update(state.server, state.shared, mean, present / self.clients)
+                shared = algorithm.feasible(self.problem, shared)
                 for k, v in (*shared.items(), *server.items()):
                     if not bool(torch.isfinite(v.sum())):
                         raise DivergedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")

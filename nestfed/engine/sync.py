@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ class RunState:
         if name not in metrics:
             raise NestfedError(f"output='best' asks for {name!r}, but the evaluation gives {', '.join(metrics)}.")
         value = -metrics[name] if best.startswith("-") else metrics[name]
-        if self.best is None or value > self.best:
+        if not math.isnan(value) and (self.best is None or value > self.best):
             self.best = value
             self.kept["best"] = point.clone()
 

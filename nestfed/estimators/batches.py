@@ -13,7 +13,7 @@ from nestfed.core import Batch
 from nestfed.data.clients import _Held, without_replacement
 from nestfed.data.random import Purpose
 from nestfed.problems.auroc import AUROC
-from nestfed.problems.base import Model, as_sample
+from nestfed.problems.base import Model
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ class BalancedAUROC(AUROC):
         negative = (h - b) ** 2 + 2 * (1 + w) * h
         return 0.5 * (weight * torch.where(y == 1, positive, negative)).mean() - w**2 / 4
 
-    def best_dual(self, theta: Tensor, batch: Batch) -> Tensor:
-        """Return mean h⁻ − mean h⁺ on this batch."""
-        sample = as_sample(batch)
-        return super().best_dual(theta, sample._replace(data=sample.data[:2]))
+    def _classes(self, data: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        x, y, weight = data
+        return x, 2 * weight.to(dtype) * (y != 1), 2 * weight.to(dtype) * (y == 1)

@@ -59,11 +59,23 @@ class TaskClients:
         xs, ys = [], []
         for i in which:
             x, y = own[i]
-            rows = torch.from_numpy(without_replacement(generator, len(x), self.shots + self.queries))
+            rows = torch.from_numpy(self._rows(generator, len(x)))
             xs.append(x[rows])
             ys.append(y[rows])
         x, y, k = torch.stack(xs), torch.stack(ys), self.shots
         return (x[:, k:], y[:, k:]), (x[:, :k], y[:, :k]), torch.from_numpy(np.asarray(which))
+
+    def _rows(self, generator: np.random.Generator, held: int) -> np.ndarray:
+        """Draw the rows of a support and of a query, which share none; of a small task some come more than once."""
+        shots, queries = self.shots, self.queries
+        if held >= shots + queries:
+            return without_replacement(generator, held, shots + queries)
+        cut = min(max(1, held * shots // (shots + queries)), held - 1)
+        order = generator.permutation(held)
+        first, second = order[:cut], order[cut:]
+        return np.concatenate(
+            [part[without_replacement(generator, len(part), k)] for part, k in ((first, shots), (second, queries))]
+        )
 
 
 @dataclass(frozen=True)
@@ -145,9 +157,10 @@ class FederatedMAML(Federated):
                 raise Refused("Classification tasks need labels 0 and 1 at least.")
         self._build(seed)
         tasks = [[self._tensors(task) for task in own] for own in sites]
-        most = max(map(len, tasks))
+        fewest, most = min(map(len, tasks)), max(map(len, tasks))
         self._problem._tasks = most
-        clients = TaskClients(tasks, self.tasks_per_step, self.shots, self.queries)
+        # A task may be met once in a step only: a method with a state per task could not say which to keep.
+        clients = TaskClients(tasks, min(self.tasks_per_step, fewest), self.shots, self.queries)
         judged = None
         if eval_set is not None:
             unseen = [self._tensors(task) for task in self._tasks_by_site([eval_set])[0]]
@@ -176,6 +189,11 @@ class FederatedMAML(Federated):
             found.append([_site(f"{name}, task {i}", task, None) for i, task in enumerate(tasks)])
             if not found[-1]:
                 raise Refused(f"Site {name} has no tasks.")
+            for task in found[-1]:
+                if len(task.x) < 2:
+                    raise Refused(
+                        f"{task.name} has one example; a task needs two, one to adapt on and one to judge by."
+                    )
         if not found:
             raise Refused("There are no sites: give at least one list of tasks.")
         return found

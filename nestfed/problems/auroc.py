@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nestfed.core import Batch, NestfedError, SolvableSaddle
-from nestfed.problems.base import Minimax, Model, as_sample
+from nestfed.problems.base import Minimax, Model, _around, as_sample
 
 
 class Thresholds(nn.Module):
@@ -55,17 +55,21 @@ class AUROC(Minimax, SolvableSaddle):
         return torch.where(y == 1, positive, negative).mean() - p * (1 - p) * w**2
 
     def best_dual(self, theta: Tensor, batch: Batch) -> Tensor:
-        """Return mean h⁻ − mean h⁺ on this batch; a class that is missing in it counts with its b or a."""
+        """Return E[h|−] − E[h|+], estimated so that the mean over clients is right however they share the classes.
+
+        Linear in the batch's examples; distances from a and b are averaged, which are smaller than scores.
+        """
         sample = as_sample(batch)
-        x, y = sample.data
-        h, a, b = self.flat.bind(theta)(x)
+        x, negative, positive = self._classes(sample.data, theta.dtype)
+        with _around(sample):
+            h, a, b = self.flat.bind(theta)(x)
         sample.tape.note(len(x))
-        positive, negative = (y == 1).to(h.dtype), (y != 1).to(h.dtype)
-        mean = [
-            torch.where(c.sum() > 0, (c * h).sum() / c.sum().clamp_min(1), otherwise)
-            for c, otherwise in ((negative, b), (positive, a))
-        ]
-        return (mean[0] - mean[1])[None].detach()
+        return (b - a + (negative * (h - b) - positive * (h - a)).mean())[None].detach()
+
+    def _classes(self, data: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a batch's inputs, and for either class weights whose mean over all data is 1."""
+        x, y = data
+        return x, (y != 1).to(dtype) / (1 - self.p), (y == 1).to(dtype) / self.p
 
     def bind(self, x: Tensor, *, train: bool = False) -> Model:
         """Return the scoring model at x, without a and b."""

@@ -79,12 +79,13 @@ class InvariantClients:
 class InvariantLogistic(Conditional):
     """E log(1 + exp(−b·E_η[ηᵀx])) + λΣγx_i²/(1+γx_i²): the mean over η is inside the logistic."""
 
-    def __init__(self, start: Tensor, *, lam: float = 0.001, gamma: float = 10.0) -> None:
+    def __init__(self, start: Tensor, *, lam: float = 0.001, gamma: float = 10.0, clip: float | None = None) -> None:
         super().__init__(
             f=lambda u, outer: F.softplus(-outer[1] * u),
             g=lambda x, outer, inner: inner[0] @ x,
             model=start,
             penalty=lambda x: lam * (gamma * x**2 / (1 + gamma * x**2)).sum(),
+            clip=clip,
         )
 
 

@@ -93,16 +93,16 @@ class MAML(Compositional):
             )
         return self._tasks
 
-    def _inner(self, x: Tensor, support: Batch, sample: Sample | None = None) -> Tensor:
+    def _inner(self, x: Tensor, support: Batch, sample: Sample | None = None, *, train: bool = True) -> Tensor:
         copies = x.expand(leading(support), -1)
-        return x - self.inner_lr * self._slopes(sample or Sample(support), copies, support)
+        return x - self.inner_lr * self._slopes(sample or Sample(support), copies, support, train)
 
-    def _outer(self, u: Tensor, query: Batch) -> Tensor:
-        return self._losses(Sample(query), u, query).mean()
+    def _outer(self, u: Tensor, query: Batch, *, train: bool = True) -> Tensor:
+        return self._losses(Sample(query), u, query, train).mean()
 
     def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
         """Return mean_i f_i(g_i(x))."""
-        return self._outer(self._inner(x, batch[1]), batch[0])
+        return self._outer(self._inner(x, batch[1], train=train), batch[0], train=train)
 
     def examples(self, data: Batch) -> int:
         """Count query and support examples."""
@@ -118,12 +118,12 @@ class MAML(Compositional):
 
     # Losses and slopes of k tasks, at a vector for each, x of (k, d).
 
-    def _task(self, sample: Sample) -> Callable[[Tensor, Batch], Tensor]:
-        """Return L as a function of a task's vector and examples, with dropout by the batch's key."""
+    def _task(self, sample: Sample, train: bool) -> Callable[[Tensor, Batch], Tensor]:
+        """Return L as a function of a task's vector and examples; in training with dropout, by the batch's key."""
 
         def value(x: Tensor, examples: Batch) -> Tensor:
             with _around(sample):
-                found = self.task_loss(self.flat.bind(x, train=True), examples)
+                found = self.task_loss(self.flat.bind(x, train=train), examples)
             if found.dim() != 0:
                 raise NestfedError(
                     f"maml: a task's loss must be one number, not a tensor of shape {tuple(found.shape)}."
@@ -132,28 +132,30 @@ class MAML(Compositional):
 
         return value
 
-    def _losses(self, sample: Sample, x: Tensor, examples: Batch) -> Tensor:
-        task = self._task(sample)
+    def _losses(self, sample: Sample, x: Tensor, examples: Batch, train: bool = True) -> Tensor:
+        task = self._task(sample, train)
         if self.vectorise:
             return torch.vmap(task)(x, examples)
         return torch.stack([task(p, e) for p, e in _each(x, examples)])
 
-    def _slopes(self, sample: Sample, x: Tensor, examples: Batch) -> Tensor:
+    def _slopes(self, sample: Sample, x: Tensor, examples: Batch, train: bool = True) -> Tensor:
         """Return ∇L_i(x_i), (k, d), under a function transform or none.
 
         Each loss depends on its own row of x only, so the gradient of their sum holds every task's slope. The other
         order, a vmap around a gradient, gives wrong second derivatives for convolutions with shared weights
         (torch 2.13; a test compares).
         """
-        return torch.func.grad(lambda y: self._losses(sample, y, examples).sum())(x)
+        return torch.func.grad(lambda y: self._losses(sample, y, examples, train).sum())(x)
 
-    def _eager_slopes(self, sample: Sample, x: Tensor, examples: Batch, graph: bool) -> tuple[Tensor, Tensor]:
+    def _eager_slopes(
+        self, sample: Sample, x: Tensor, examples: Batch, graph: bool, train: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Return the losses and ∇L_i(x_i), (k, d), by plain autograd: half the overhead of a transform."""
         with torch.enable_grad():
             if self.vectorise:
-                losses = self._losses(sample, x, examples)
+                losses = self._losses(sample, x, examples, train)
                 return losses, torch.autograd.grad(losses.sum(), x, create_graph=graph)[0]
-            task, losses_, slopes = self._task(sample), [], []
+            task, losses_, slopes = self._task(sample, train), [], []
             for p, e in _each(x, examples):
                 losses_.append(task(p, e))
                 slopes.append(torch.autograd.grad(losses_[-1], p, create_graph=graph)[0])
@@ -208,7 +210,7 @@ class MAML(Compositional):
         u = x.detach().expand(leading(support), -1)
         for _ in range(steps):
             leaf = u.clone().requires_grad_()
-            u = u - self.inner_lr * self._eager_slopes(sample, leaf, support, graph=False)[1]
+            u = u - self.inner_lr * self._eager_slopes(sample, leaf, support, graph=False, train=False)[1]
         return u
 
     def predict(self, u: Tensor, inputs: Tensor) -> Tensor:

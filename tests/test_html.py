@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score, roc_curve
 
+from nestfed import reproduce
 from nestfed.core import NestfedError
 from nestfed.experiment import from_tables
 from nestfed.report.html import render, write
@@ -40,6 +41,7 @@ from nestfed.report.summary import (
     target_table,
 )
 from nestfed.report.svg import Drawn, label, ticks, view
+from nestfed.results import held
 from nestfed.running import Outcome, compare
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
@@ -400,6 +402,26 @@ def test_it_renders_without_a_complaint(browser: Browser, page: Path) -> None:
     assert "<img src=x" in browser.run("document.title")
     assert browser.run("[...document.querySelectorAll('.static')].every(e => e.offsetHeight === 0)")
     assert browser.run(f"{PLOT}.axes[0]._splits.every(Number.isInteger)")  # there is no half round
+
+
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "papers"
+
+
+@pytest.mark.parametrize("name", held(RECORDS))
+def test_a_reproductions_report_opens(browser: Browser, name: str, tmp_path: Path) -> None:
+    """Made anew from the records that docs/results.md is made from."""
+    evidence = held(RECORDS)[name]
+    for figure in evidence.numbers.get("figures", ()):
+        shutil.copyfile(RECORDS.parents[1] / "docs" / "figures" / f"{name}-{figure}", tmp_path / figure)
+    browser.open(reproduce.report(evidence, tmp_path))
+    assert browser.complaints() == []
+    text = browser.run("document.body.innerText")
+    for claim, verdict in reproduce.verdicts(evidence):
+        assert claim in text
+        assert verdict.figures in text
+    for data in evidence.data():
+        for row in reproduce.rows(evidence, data):
+            assert f"{row['mean']:.4f}" in text
 
 
 def test_hovering_shows_the_values_of_the_record(

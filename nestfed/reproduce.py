@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -100,7 +100,7 @@ def reproduce(
         tell("figures")
         numbers = found.produce(Workshop(place, budget, folders, experiments, amount.seeds))
     spent = {data: sum(map(_seconds, _recorded(folder))) for data, folder in folders.items()}
-    meta = {**describe(), "seconds": spent, "seeds": amount.seeds, "departs": amount.departs, "folders": {}}
+    meta = {**_machine(folders.values()), "seconds": spent, "seeds": amount.seeds, "departs": amount.departs, "folders": {}}
     meta["folders"] = {data: str(folder.relative_to(out)) for data, folder in folders.items()}
     evidence = Evidence(name, budget, runs, numbers, meta)
     evidence.write(place / "records.jsonl")
@@ -168,6 +168,12 @@ def _draw(case: Case, parts: Sequence[Part], place: Path) -> None:
 def slug(text: str) -> str:
     """Return a name for a file."""
     return "-".join("".join(c if c.isalnum() or c == "." else " " for c in text.lower()).split())
+
+
+def _machine(folders: Iterable[Path]) -> dict[str, Any]:
+    """Return the versions and the machine of the runs, which may be older than this report."""
+    told = next((path for folder in folders for path in sorted(folder.rglob("seed-*/machine.json"))), None)
+    return describe() if told is None else json.loads(told.read_text(encoding="utf-8"))
 
 
 def _recorded(folder: Path) -> list[Path]:

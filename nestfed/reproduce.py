@@ -100,7 +100,13 @@ def reproduce(
         tell("figures")
         numbers = found.produce(Workshop(place, budget, folders, experiments, amount.seeds))
     spent = {data: sum(map(_seconds, _recorded(folder))) for data, folder in folders.items()}
-    meta = {**_machine(folders.values()), "seconds": spent, "seeds": amount.seeds, "departs": amount.departs, "folders": {}}
+    meta = {
+        **_machine(folders.values()),
+        "seconds": spent,
+        "seeds": amount.seeds,
+        "departs": amount.departs,
+        "folders": {},
+    }
     meta["folders"] = {data: str(folder.relative_to(out)) for data, folder in folders.items()}
     evidence = Evidence(name, budget, runs, numbers, meta)
     evidence.write(place / "records.jsonl")

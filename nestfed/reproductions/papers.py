@@ -169,15 +169,18 @@ FCSG_PAPER = [
             "standard": Budget(
                 seeds=3,
                 changes={"run.rounds": 20, "run.every": 5},
-                only_for={"CIFAR-10": {**SMALL_BATCHES, "run.rounds": 100, "run.every": 10}},
+                only_for={"CIFAR-10": {**SMALL_BATCHES, "run.rounds": 80, "run.every": 10}},
                 trial_rounds=20,
                 factors={"CIFAR-10": 0.45},
                 memory=2.0,
-                departs="MNIST: 20 rounds. CIFAR-10: 100 rounds, a third of the batch, trials of up to 20 rounds. CODA+'s first "
+                departs="MNIST: 20 rounds. CIFAR-10: 80 rounds, a third of the batch, trials of up to 20 rounds, gradients clipped at 0.1. CODA+'s first "
                 "stage has 500 iterations.",
             ),
             "full": Budget(
-                seeds=5, changes={"run.rounds": 200}, memory=2.0, departs="CODA+'s first stage has 500 iterations."
+                seeds=5,
+                changes={"run.rounds": 200},
+                memory=2.0,
+                departs="Gradients clipped on CIFAR-10; CODA+'s first stage has 500 iterations.",
             ),
         },
         claims=[

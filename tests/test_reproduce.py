@@ -364,6 +364,14 @@ def test_a_small_one_from_end_to_end(tiny: str, tmp_path: Path) -> None:
     assert (tmp_path / "docs" / "results.md").read_text() == text
 
 
+def test_the_page_of_results_is_that_of_the_records() -> None:
+    root = Path(__file__).parents[1]
+    found = results.held(root / "benchmarks" / "papers")
+    assert (root / "docs" / "results.md").read_text(encoding="utf-8") == results.markdown(found), "nestfed results"
+    known = json.loads((root / "benchmarks" / "papers" / "results.json").read_text(encoding="utf-8"))
+    assert known == json.loads(json.dumps(results.table(found)))
+
+
 def test_the_saddle(tmp_path: Path) -> None:
     evidence, place = work.reproduce("fmgda-figure1", "quick", 0, tmp_path)
     assert evidence.number("saddle") == pytest.approx([0.0, 0.0], abs=1e-9)

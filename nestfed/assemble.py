@@ -126,8 +126,7 @@ def _size(experiment: Experiment, usual: int) -> Size:
     if not large:
         return usual
     if method.name == "bspiderboost":
-        period = method.hyper.get("period", BSpiderBoost.period)
-        return every(period, large, usual) if isinstance(period, int) and period > 0 else usual
+        return every(method.hyper.get("period", BSpiderBoost.period), large, usual)
     return start_large(large, usual)
 
 

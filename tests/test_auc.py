@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -147,13 +148,13 @@ def test_the_best_dual() -> None:
 
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
-def test_coda_with_dropout_gives_the_same_again(mode: str) -> None:
+def test_coda_with_dropout_gives_the_same_again(mode: Literal["loop", "vmap"]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1), nn.Flatten(0))
     x, y = torch.randn(60, 2), torch.arange(60) % 2
     clients = Examples((x, y), [np.arange(30), np.arange(30, 60)], batch=8)
     ends = [
-        simulate(AUROC(net, p=0.5), CODA(0.1, 2.0, 2), clients, rounds=4, q=2, mode=mode, progress=False).x  # type: ignore[arg-type]
+        simulate(AUROC(net, p=0.5), CODA(0.1, 2.0, 2), clients, rounds=4, q=2, mode=mode, progress=False).x
         for _ in range(2)
     ]
     assert torch.equal(*ends)

@@ -415,7 +415,7 @@ ACCURACY = {
 HIGHER = {"Fashion-MNIST, low": 0.89, "Fashion-MNIST, high": 0.85}
 ACCURACY_GRIDS = (
     "Every method has six points of its own in the place of the paper's one grid of step sizes, around those that are of use "
-    "to it (see the experiment files), and fixed momentum weights."
+    "to it (see the experiment files); momentum weights are tuned for STEM and, one of two, for FAFED."
 )
 FAFED_OTHERS = ("fedavg", "scaffold", "stem", "fedadam", "fedams")
 LEVELS = tuple(

@@ -158,7 +158,7 @@ def test_ahead() -> None:
     figures = claims.ahead(["A"], ["x"], ["y"])(made(NEAR)).figures
     assert "ahead by" in figures
     assert "within the spread" in figures
-    assert "behind by 0.1000)" in claims.ahead(["A"], ["y"], ["x", "z"])(made(CLEAR)).figures
+    assert "behind by 0.1000 (to x)" in claims.ahead(["A"], ["y"], ["x", "z"])(made(CLEAR)).figures
     # Also those whose mean is not the best have to be told apart.
     wild = {"A": {"x": [0.90, 0.91, 0.92], "y": [0.850, 0.851, 0.852], "z": [0.60, 0.93, 1.0]}}
     assert outcome(claims.ahead(["A"], ["x"], ["y"]), made(wild)) == CONFIRMED

@@ -34,6 +34,14 @@ def _told(difference: Estimate, words: tuple[str, str] = ("ahead", "behind")) ->
     return text if clear(difference) else f"{text}, within the spread: {difference.low:+.4f} to {difference.high:+.4f}"
 
 
+def _against(gaps: Mapping[str, Estimate]) -> tuple[bool, str]:
+    """Tell whether all of one's leads are clear, and how one stands to the nearest and those not told apart."""
+    near = min(gaps, key=lambda m: gaps[m].value)
+    also = [m for m, g in gaps.items() if m != near and not clear(g)]
+    text = f"{_told(gaps[near])} (to {near})" + (f", not told apart from {_names(also)}" if also else "")
+    return all(g.low > 0 for g in gaps.values()), text
+
+
 def _verdict(holds: bool, figures: str) -> Verdict:
     return Verdict(CONFIRMED if holds else REFUTED, figures)
 
@@ -55,15 +63,11 @@ def ahead(data: Sequence[str], winners: Sequence[str], losers: Sequence[str], *,
             for winner in winners:
                 mine = values(evidence, on, winner)
                 rivals = {loser: values(evidence, on, loser) for loser in losers}
-                gaps = {m: gap(v, mine) if loss else gap(mine, v) for m, v in rivals.items()}
-                holds = holds and all(g.low > 0 for g in gaps.values())
-                best = min(gaps, key=lambda m: gaps[m].value)
-                also = [m for m, g in gaps.items() if m != best and not clear(g)]
+                leads, text = _against({m: gap(v, mine) if loss else gap(mine, v) for m, v in rivals.items()})
+                holds = holds and leads
                 what = "training loss " if loss else ""
-                parts.append(
-                    f"{on}: {what}{winner} {plus_minus(mine)}, best of the others {best} {plus_minus(rivals[best])} "
-                    f"({_told(gaps[best])})" + (f", not told apart from {_names(also)}" if also else "")
-                )
+                told = _names([f"{m} {plus_minus(v)}" for m, v in rivals.items()])
+                parts.append(f"{on}: {what}{winner} {plus_minus(mine)} against {told}; {winner} is {text}")
         return _verdict(holds, "; ".join(parts) + ".")
 
     return check
@@ -139,13 +143,9 @@ def best(data: str, method: str) -> Check:
 
     def check(evidence: Evidence) -> Verdict:
         finals = _all(evidence, data, method)
-        gaps = {m: gap(finals[method], v) for m, v in finals.items() if m != method}
-        near = min(gaps, key=lambda m: gaps[m].value)
+        holds, text = _against({m: gap(finals[method], v) for m, v in finals.items() if m != method})
         told = _names([f"{m} {plus_minus(v)}" for m, v in finals.items()])
-        others = [m for m, g in gaps.items() if m != near and not clear(g)]
-        also = f", not told apart from {_names(others)}" if others else ""
-        holds = all(g.low > 0 for g in gaps.values())
-        return _verdict(holds, f"{told}; {method} is {_told(gaps[near])} (to {near}){also}.")
+        return _verdict(holds, f"{told}; {method} is {text}.")
 
     return check
 
@@ -322,10 +322,8 @@ def fits_best(method: str) -> Check:
         if method not in errors:
             raise Missing(f"{method} was not fitted")
         told = _names([f"{name} {plus_minus(v, 3)}" for name, v in errors.items()])
-        gaps = {m: gap(v, errors[method]) for m, v in errors.items() if m != method}
-        near = min(gaps, key=lambda m: gaps[m].value)
-        figures = f"Mean squared error on the task after one step: {told}; {method} is {_told(gaps[near])} (to {near})."
-        return _verdict(all(g.low > 0 for g in gaps.values()), figures)
+        holds, text = _against({m: gap(v, errors[method]) for m, v in errors.items() if m != method})
+        return _verdict(holds, f"Mean squared error on the task after one step: {told}; {method} is {text}.")
 
     return check
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nestfed.reproductions import claims, figures
@@ -301,15 +302,15 @@ SINE_BUDGETS = {
     "standard": Budget(seeds=5),
     "full": Budget(seeds=10, changes={"run.rounds": 4000}),
 }
-SWEEP_BUDGETS = {**SINE_BUDGETS, "standard": Budget(seeds=5)}
 GAMMAS, PS, ALPHAS = (0.1, 0.3, 0.5, 0.7, 0.9), (1, 5, 10, 20), (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
 
 
 def _sweep(number: int, what: str, setting: str, values: tuple[Any, ...], found: list[Claim]) -> Reproduction:
+    equal = "Compared at equal iterations, not rounds." if setting == "run.q" else ""
     return Reproduction(
         f"scgdm-figure{number}",
         f"Sine waves: Local-SCGDM with {what} varied",
-        SWEEP_BUDGETS,
+        {k: replace(b, departs=f"{b.departs} {equal}".strip()) for k, b in SINE_BUDGETS.items()},
         claims=found,
         cases=[Case(SINE, "sine", sweep=("local-scgdm", setting, values))],
     )

@@ -38,7 +38,7 @@ COSTS: Mapping[str, Cost] = {
     "omniglot-1shot": Cost(2.7, 26.0),
     "omniglot-5shot": Cost(4.5, 52.0),
     "omniglot-alphabets": Cost(3.4, 28.0),
-    "wikitext-small": Cost(3.0, 0.7),
+    "wikitext-small": Cost(1.7, 0.7),
     "wikitext-full": Cost(640.0, 300.0),
     "eicu": Cost(0.05, 0.1),
     "heart-disease": Cost(0.03, 0.1),

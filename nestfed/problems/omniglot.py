@@ -18,6 +18,7 @@ from nestfed.core import Batch, NestfedError
 from nestfed.data.random import Purpose, Streams
 from nestfed.data.sources import load
 from nestfed.problems.base import Model
+from nestfed.problems.flat import channels_last
 from nestfed.problems.maml import Adaptable
 
 TURNS = 4
@@ -201,7 +202,7 @@ class FewShotTest:
         found, device = [], model.x.device
         for start in range(0, self.count, 20):
             (x, y), support = self.tasks(range(start, min(start + 20, self.count)))
-            x, y, support = tree_map(lambda leaf: leaf.to(device), (x, y, support))
+            x, y, support = tree_map(lambda leaf: channels_last(leaf.to(device)), (x, y, support))
             answers = model.predict(model.adapt(support, self.steps), x).argmax(-1)
             found.append((answers == y).double().mean(1))
         return torch.cat(found)

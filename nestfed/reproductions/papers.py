@@ -19,7 +19,7 @@ class Cost(NamedTuple):
 
 
 COSTS: Mapping[str, Cost] = {
-    "fcsg-figure1": Cost(0.45, 0.01),
+    "fcsg-figure1": Cost(0.12, 0.01),
     "fcsg-table2-mnist": Cost(1.6, 1.8),
     "fcsg-table2-cifar10": Cost(3.4, 2.0),
     "fmgda-table2-fashion": Cost(0.8, 0.8),

@@ -137,7 +137,7 @@ FCSG_PAPER = [
                 seeds=3,
                 trials=5,
                 changes={"run.rounds": 50},
-                departs="5 of 15 trials, 50 rounds; FCSG, which has no β, tries 15 step sizes.",
+                departs="50 rounds, 5 of the 15 trials; the grid of FCSG, which has no β, has 15 step sizes instead.",
             ),
             "full": Budget(seeds=5),
         },

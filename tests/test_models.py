@@ -144,28 +144,6 @@ def test_activations_are_the_papers() -> None:
         assert (seen[0].min() < 0) == bounded
 
 
-def as_printed(model: nn.Module) -> nn.Sequential:
-    """The same parameters in the papers' order: convolution, activation, pooling."""
-    act = nn.Tanh() if isinstance(model, FashionNet) else nn.ReLU()
-    convs = [m for m in model.children() if isinstance(m, nn.Conv2d)]
-    dense = [m for m in model.children() if isinstance(m, nn.Linear)]
-    layers: list[nn.Module] = [layer for conv in convs for layer in (conv, act, nn.MaxPool2d(2))]
-    layers += [nn.Flatten(), *(layer for linear in dense for layer in (linear, act))]
-    return nn.Sequential(*layers[:-1])
-
-
-@pytest.mark.parametrize("name", ["mnist", "fashion", "cifar"])
-def test_pooling_first_is_the_printed_network(name: str) -> None:
-    model, x = small(name), examples(name, 6)
-    printed = as_printed(model)
-    assert torch.equal(logits(model(x)).flatten(), printed(x).flatten())
-    for ours, theirs in zip(
-        torch.autograd.grad(logits(model(x)).square().mean(), list(model.parameters())),
-        torch.autograd.grad(printed(x).square().mean(), list(printed.parameters())),
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
 # ----------------------------------------------------------------------------- functional and vectorised
 
 

@@ -21,13 +21,13 @@ class Cost(NamedTuple):
 COSTS: Mapping[str, Cost] = {
     "fcsg-figure1": Cost(0.12, 0.01),
     "fcsg-table2-mnist": Cost(1.6, 1.8),
-    "fcsg-table2-cifar10": Cost(3.4, 2.0),
-    "fmgda-table2-fashion": Cost(0.8, 0.8),
-    "fmgda-table2-cifar10": Cost(3.2, 2.0),
+    "fcsg-table2-cifar10": Cost(4.7, 2.0),
+    "fmgda-table2-fashion": Cost(0.9, 0.8),
+    "fmgda-table2-cifar10": Cost(3.8, 2.0),
     "tiny-imagenet-auroc": Cost(232.0, 20.0),
-    "fafed-table2-fashion-low": Cost(0.9, 0.9),
-    "fafed-table2-fashion-moderate": Cost(1.2, 0.9),
-    "fafed-table2-fashion-high": Cost(0.85, 0.9),
+    "fafed-table2-fashion-low": Cost(1.0, 0.9),
+    "fafed-table2-fashion-moderate": Cost(1.5, 1.0),
+    "fafed-table2-fashion-high": Cost(1.1, 1.0),
     "fafed-table2-mnist-low": Cost(2.3, 2.0),
     "fafed-table2-mnist-moderate": Cost(3.5, 2.0),
     "fafed-table2-mnist-high": Cost(3.2, 2.0),
@@ -102,11 +102,11 @@ def _omniglot(name: str, experiment: str, title: str, data: str, rounds: int, se
             "standard": Budget(
                 seeds=seeds,
                 trials=3,
-                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "run.every": rounds // 2},
+                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "run.every": rounds // 2, "problem.test_tasks": 300},
                 trial_rounds=rounds // 2,
                 memory=2.0,
                 departs=f"{rounds} rounds, trials of {rounds // 2}; 4 of the 16 clients take part in a round, with one task an iteration; gradients "
-                "clipped at 1; 3 trials of each grid, one for each step size.",
+                "clipped at 1; 300 test tasks; 3 trials of each grid, one for each step size.",
             ),
             "full": Budget(seeds=3, factor=20.0, memory=4.0),
         },
@@ -175,7 +175,9 @@ FCSG_PAPER = [
                 factors={"CIFAR-10": 0.45},
                 memory=2.0,
                 departs="MNIST: 20 rounds. CIFAR-10: 100 rounds, a third of the batch, trials of up to 20 rounds, gradients clipped at 0.1. CODA+'s first "
-                "stage has 500 iterations.",
+                "stage has 500 iterations. On CIFAR-10 the norm and the momentum weights on offer were chosen after trials on validation data, "
+                "most of them with the FCSG family, and the rounds were raised from 80 to 100 for all when test values of FedAvg, CODA+ and "
+                "FCSG had been seen.",
             ),
             "full": Budget(
                 seeds=5,
@@ -213,9 +215,10 @@ AUROC_CASES = (
     Case("Tiny-ImageNet", "tiny-imagenet-auroc", published=AUROC["Tiny-ImageNet"], higher=0.72),
 )
 AUROC_CHOICES = (
-    "On CIFAR-10 gradients are clipped at 0.1 and steps are larger than the paper's, with which no method's validation AUROC "
-    "left 0.57 in 20 rounds. Momentum weight 0.9 and q = 10 only; CODA and CODASCA, which have one step size, choose γ in the "
-    "place of the dual one, and their first stage has 500 iterations."
+    "On CIFAR-10 gradients are clipped at 0.1 and steps are larger than the paper's: with those no trial's validation AUROC "
+    "rose above 0.57 before they were broken off, after 5 to 20 rounds (10 at most for FMGDA and CODASCA). Momentum weight 0.9 "
+    "and q = 10 only; CODA and CODASCA, which have one step size, choose γ in the place of the dual one, and their first stage has "
+    "500 iterations."
 )
 AUROC_BUDGETS = {
     "quick": Budget(
@@ -322,7 +325,7 @@ def _alphabets(number: int, ways: int) -> Reproduction:
     heavy = ways / 5
     small: Mapping[str, Any] = {"problem.tasks": 1, "run.participation": 4, "problem.clip": 1.0}
     others = ("local-bsgd", "local-scgd")
-    rounds = 30 if ways == 5 else 12
+    rounds, tasks = (30, 300) if ways == 5 else (12, 200)
     one_setting = "the paper's settings for 5-way 1-shot in all cases"
     return Reproduction(
         f"scgdm-figure{number}",
@@ -344,12 +347,11 @@ def _alphabets(number: int, ways: int) -> Reproduction:
             ),
             "standard": Budget(
                 seeds=3,
-                changes={**small, "run.rounds": rounds, "run.every": rounds // 2}
-                | ({} if ways == 5 else {"problem.test_tasks": 200}),
+                changes={**small, "run.rounds": rounds, "run.every": rounds // 2, "problem.test_tasks": tasks},
                 factor=heavy,
                 memory=3.0,
                 departs=f"{rounds} rounds; 4 of the 33 clients take part in a round, with one task an iteration; gradients "
-                f"clipped at 1; {'' if ways == 5 else '200 test tasks; '}{one_setting}.",
+                f"clipped at 1; {tasks} test tasks; {one_setting}.",
             ),
             "full": Budget(seeds=3, factor=41.0 * heavy, memory=8.0, departs=f"T{one_setting[1:]}."),
         },
@@ -483,10 +485,10 @@ FAFED_PAPER = [
                 seeds=3,
                 trial_rounds=20,
                 changes={"run.rounds": 60, "run.every": 10},
-                only_for={"Fashion-MNIST, low": {"problem.batch": 50, "run.q": 10, "run.rounds": 150}},
+                only_for={"Fashion-MNIST, low": {"problem.batch": 50, "run.q": 10, "run.rounds": 140}},
                 cases=("Fashion-MNIST, low", "Fashion-MNIST, high"),
                 memory=2.0,
-                departs="60 rounds, trials of up to 20; at low heterogeneity 150 rounds, batches of 50 "
+                departs="60 rounds, trials of up to 20; at low heterogeneity 140 rounds, batches of 50 "
                 f"and q = 10, both values of the paper; the two cases that have published numbers. {ACCURACY_GRIDS}",
             ),
             "full": Budget(seeds=5, changes={"run.rounds": 200}, memory=2.0, departs=ACCURACY_GRIDS),

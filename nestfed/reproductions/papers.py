@@ -76,7 +76,12 @@ AP = {
     "MNIST": {"fedavg": 0.9357, "coda-plus": 0.9733, "fcsg": 0.9868, "fcsg-m": 0.9878, "acc-fcsg-m": 0.9879},
     "CIFAR-10": {"fedavg": 0.5059, "coda-plus": 0.6039, "fcsg": 0.7130, "fcsg-m": 0.7157, "acc-fcsg-m": 0.7184},
 }
-OMNIGLOT_SMALL: Mapping[str, Any] = {"problem.tasks": 1, "run.participation": 4, "problem.clip": 1.0}
+OMNIGLOT_SMALL: Mapping[str, Any] = {
+    "problem.tasks": 1,
+    "problem.queries": 5,
+    "run.participation": 4,
+    "problem.clip": 1.0,
+}
 
 
 def _omniglot(name: str, experiment: str, title: str, data: str, rounds: int, seeds: int) -> Reproduction:
@@ -94,7 +99,6 @@ def _omniglot(name: str, experiment: str, title: str, data: str, rounds: int, se
                     "run.every": 1,
                     "run.participation": 2,
                     "problem.test_tasks": 8,
-                    "problem.queries": 5,
                 },
                 factor=0.05,
                 departs="One round of one iteration, 2 of 16 clients, 8 test tasks: a rehearsal.",
@@ -102,11 +106,11 @@ def _omniglot(name: str, experiment: str, title: str, data: str, rounds: int, se
             "standard": Budget(
                 seeds=seeds,
                 trials=3,
-                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "run.every": rounds // 2, "problem.test_tasks": 300},
+                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "run.every": rounds // 2},
                 trial_rounds=rounds // 2,
                 memory=2.0,
-                departs=f"{rounds} rounds, trials of {rounds // 2}; 4 of the 16 clients take part in a round, with one task an iteration; gradients "
-                "clipped at 1; 300 test tasks; 3 trials of each grid, one for each step size.",
+                departs=f"{rounds} rounds, trials of {rounds // 2}; 4 of the 16 clients take part in a round, with one task an iteration; 5 queries "
+                "a class; gradients clipped at 1; 3 trials of each grid, one for each step size.",
             ),
             "full": Budget(seeds=3, factor=20.0, memory=4.0),
         },
@@ -323,9 +327,8 @@ def _sweep(number: int, what: str, setting: str, values: tuple[Any, ...], found:
 def _alphabets(number: int, ways: int) -> Reproduction:
     labels = [f"{ways}-way {shots}-shot" for shots in (1, 5)]
     heavy = ways / 5
-    small: Mapping[str, Any] = {"problem.tasks": 1, "run.participation": 4, "problem.clip": 1.0}
     others = ("local-bsgd", "local-scgd")
-    rounds, tasks = (30, 300) if ways == 5 else (12, 200)
+    rounds, tasks = (30, 600) if ways == 5 else (12, 200)
     one_setting = "the paper's settings for 5-way 1-shot in all cases"
     return Reproduction(
         f"scgdm-figure{number}",
@@ -334,24 +337,23 @@ def _alphabets(number: int, ways: int) -> Reproduction:
             "quick": Budget(
                 seeds=2,
                 changes={
-                    **small,
+                    **OMNIGLOT_SMALL,
                     "run.rounds": 1,
                     "run.q": 1,
                     "run.every": 1,
                     "run.participation": 2,
                     "problem.test_tasks": 8,
-                    "problem.queries": 5,
                 },
                 factor=0.05 * heavy,
                 departs="One round of one iteration, 2 of 33 clients, 8 test tasks: a rehearsal.",
             ),
             "standard": Budget(
                 seeds=3,
-                changes={**small, "run.rounds": rounds, "run.every": rounds // 2, "problem.test_tasks": tasks},
+                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "run.every": rounds // 2, "problem.test_tasks": tasks},
                 factor=heavy,
                 memory=3.0,
-                departs=f"{rounds} rounds; 4 of the 33 clients take part in a round, with one task an iteration; gradients "
-                f"clipped at 1; {tasks} test tasks; {one_setting}.",
+                departs=f"{rounds} rounds; 4 of the 33 clients take part in a round, with one task an iteration; 5 queries a "
+                f"class; gradients clipped at 1; {tasks} test tasks; {one_setting}.",
             ),
             "full": Budget(seeds=3, factor=41.0 * heavy, memory=8.0, departs=f"T{one_setting[1:]}."),
         },

@@ -75,12 +75,21 @@ def markdown(found: dict[str, Evidence]) -> str:
         "",
         "Written by `nestfed results` from the records below `benchmarks/papers`; do not edit. Every section is the outcome of",
         "`nestfed reproduce NAME` at the budget that it states: each method tuned with the number of trials in its row, on validation",
-        "data (see `nestfed.tuning`), then run with every seed; mean ± standard deviation over seeds. Costs are those of the",
-        "first evaluation at which a seed had reached the target, of all clients together; – means that no seed did.",
-        "A difference counts if the 95 % interval (Student's t) of its values seed by seed excludes 0. A run that diverged",
-        "counts with the last model that was evaluated before. Methods without a grid in the paper are not tuned (0 trials).",
+        "data (see `nestfed.tuning`), then run with every seed; mean ± standard deviation over seeds. Where the paper prints one",
+        "setting instead of a grid, it is taken (0 trials). A run that diverged counts with the last model that was evaluated before.",
         "",
-        f"{len(outcomes)} claims of {len(found)} figures and tables: {counts}." if outcomes else "Nothing has been run yet.",
+        "- **Costs** are those of the first evaluation at which a seed had reached the target, of all clients together; where nothing is",
+        "  published the target is the lowest of the final means. *(2 of 3)* is the mean of the seeds that reached it; – means that none did.",
+        "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of its values seed by seed excludes 0. A claim that the",
+        "  seeds neither contradict nor bear out is *not confirmed (within the spread)*; what was not run is *not testable here*. The training",
+        "  loss is that of the last three evaluated rounds; of meta-learners that of the last model, after its inner step.",
+        "- **Minutes** are those of training and evaluation, summed over runs, each of which had one core.",
+        "- **loss_k** and **r2_k** are a meta-learner's mean squared error on unseen tasks after k inner steps, and the share of the",
+        "  targets' mean square that it takes away; **ap** is the average precision.",
+        "",
+        f"{len(outcomes)} statements (the papers' claims, and whether we reach their values) on {len(found)} figures and tables: {counts}."
+        if outcomes
+        else "Nothing has been run yet.",
         "",
     ]  # fmt: skip
     for name, reproduction in REPRODUCTIONS.items():
@@ -101,7 +110,9 @@ def _section(evidence: Evidence) -> list[str]:
     told = [f"Budget {evidence.budget}"]
     if evidence.runs:
         minutes = sum(meta["seconds"].values()) / 60
-        told += [f"{meta['seeds']} seeds", f"{minutes:.0f} minutes of rounds by one process each, tuning included"]
+        split = any(case.splits for case in REPRODUCTIONS[evidence.name].cases)
+        seeds = f"{meta['seeds']} " + ("test sets, all methods tuned anew on each" if split else "seeds")
+        told += [seeds, f"{minutes:.0f} minutes, tuning included"]
     told.append(meta["machine"])
     departs = f" Differs from the paper: {meta['departs']}" if meta["departs"] else ""
     text += [f"{'; '.join(told)}.{departs}", ""]

@@ -36,7 +36,7 @@ def render(page: Page) -> str:
     """Return the page as HTML. All text is escaped; the policy in its head forbids any other script and any request."""
     charts: list[dict[str, Any]] = []
     body = [
-        _section("claims", "Published claims", [_claims(page.claims)] if page.claims else []),
+        _section("claims", "Claims", [_claims(page.claims)] if page.claims else []),
         _section("results", "Results", [_table(table) for table in page.tables]),
         *(_curves(block, f"curves-{i}", charts) for i, block in enumerate(page.curves)),
         _section("figures", "Figures", _figures(page.figures, charts)),
@@ -91,9 +91,10 @@ def _paragraph(text: str, kind: str) -> str:
 
 
 def _claims(claims: Sequence[Claim]) -> str:
-    marks = {"confirmed": "✓", "not confirmed": "✗", "not testable here": "–"}
+    marks = {"confirmed": "✓", "not confirmed": "✗", "not confirmed (within the spread)": "≈", "not testable here": "–"}
+    kinds = {verdict: verdict.replace("(", "").replace(")", "").replace(" ", "-") for verdict in marks}
     items = [
-        f'<li class="{c.verdict.replace(" ", "-")}"><span class="verdict"><span aria-hidden="true">{marks[c.verdict]}'
+        f'<li class="{kinds[c.verdict]}"><span class="verdict"><span aria-hidden="true">{marks[c.verdict]}'
         f"</span> {c.verdict}</span><div><p>{escape(c.sentence)}</p>{_paragraph(c.evidence, 'note')}</div></li>"
         for c in claims
     ]

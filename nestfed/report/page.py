@@ -12,7 +12,7 @@ AXES = {"round": "rounds", "examples": "examples", "bytes": "bytes sent", "secon
 """What a curve may be drawn against."""
 
 Cell = str | int | float | None
-Verdict = Literal["confirmed", "not confirmed", "not testable here"]
+Verdict = Literal["confirmed", "not confirmed", "not confirmed (within the spread)", "not testable here"]
 Style = Literal["line", "dashed", "points"]
 """A dashed line is drawn in grey: something to compare with, such as chance or the truth."""
 

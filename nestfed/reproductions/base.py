@@ -18,6 +18,7 @@ from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment, from_tables, read
 
 CONFIRMED, REFUTED, UNTESTED = "confirmed", "not confirmed", "not testable here"
+UNDECIDED = "not confirmed (within the spread)"
 BUDGETS = ("quick", "standard", "full")
 
 
@@ -79,8 +80,8 @@ class Run:
         return self.curve[-1].value
 
     def reach(self, target: float) -> Point | None:
-        """Return the first evaluation at which the metric was at least the target."""
-        return next((p for p in self.curve if p.value >= target), None)
+        """Return the first evaluation after the start at which the metric was at least the target."""
+        return next((p for p in self.curve if p.round and p.value >= target), None)
 
     def loss(self, last: int = 3) -> float:
         """Return the training loss at the end: the last model's, or a mean over the last evaluated rounds."""

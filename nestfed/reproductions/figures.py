@@ -99,17 +99,21 @@ def theorem1(workshop: Workshop) -> dict[str, Any]:
         (5, 0.05, 0.05, 1.0, 400, "converges"),
         (20, 0.01, 0.01, 1.0, 600, "converges"),
         (5, 0.1, 0.5, 0.1, 250, "stalls"),
+        (5, 0.05, 0.5, 1.0, 250, "stalls"),
     ):
         start = 2.0 if quick or expected == "stalls" else 10.0
         toy = Theorem1(start=start)
         path = np.abs(_path(toy, FAFED(eta, alpha, beta=0.5, rho=rho), rounds // 4 if quick and q == 20 else rounds, q))
-        fafed.append({"q": q, "eta": eta, "alpha": alpha, "rho": rho, "expected": expected, "end": float(path[-1])})
-        paths[f"FAFED, q = {q}, η/ρ = {eta / rho:g}"] = path
+        ends = {"end": float(path[-1]), "change": float(abs(path[-1] - path[-2]))}
+        fafed.append({"q": q, "eta": eta, "alpha": alpha, "rho": rho, "expected": expected, **ends})
+        paths[f"FAFED, q = {q}, η/ρ = {eta / rho:g}, α = {alpha:g}"] = path
     plt = pyplot()
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for colour, (name, path) in zip(COLOURS, paths.items()):
         panels[int(name.startswith("FAFED"))].plot(path, color=colour, label=name, linewidth=1.7)
-    for panel, title in zip(panels, ("naive local adaptivity goes away", "FAFED comes home unless its steps are long")):
+    for panel, title in zip(
+        panels, ("naive local adaptivity goes away", "FAFED comes home unless η/ρ or α is large at q > 1")
+    ):
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("communication rounds")
         panel.set_ylabel("|x|, the optimum is 0")

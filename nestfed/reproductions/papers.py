@@ -139,9 +139,8 @@ FCSG_PAPER = [
             ),
             "standard": Budget(
                 seeds=3,
-                trials=5,
                 changes={"run.rounds": 50},
-                departs="50 rounds, 5 of the 15 trials; the grid of FCSG, which has no β, has 15 step sizes instead.",
+                departs="50 rounds; the grid of FCSG, which has no β, has 15 step sizes instead of three.",
             ),
             "full": Budget(seeds=5),
         },
@@ -149,7 +148,7 @@ FCSG_PAPER = [
             Claim("A higher noise ratio needs a larger m", claims.needs_larger_m(RATIOS, MS, ("fcsg", "fcsg-m"))),
             Claim(
                 "At m = 100 FCSG and FCSG-M are alike",
-                claims.alike([claims.noise_label(r, 100) for r in RATIOS], "fcsg", "fcsg-m", 0.01),
+                claims.alike([claims.noise_label(r, 100) for r in RATIOS], "fcsg", "fcsg-m", 0.001),
             ),
             Claim(
                 "At small m FCSG-M is steadier than FCSG",
@@ -178,8 +177,9 @@ FCSG_PAPER = [
                 trial_rounds=20,
                 factors={"CIFAR-10": 0.45},
                 memory=2.0,
-                departs="MNIST: 20 rounds. CIFAR-10: 100 rounds, a third of the batch, trials of up to 20 rounds, gradients clipped at 0.1. CODA+'s first "
-                "stage has 500 iterations. On CIFAR-10 the norm and the momentum weights on offer were chosen after trials on validation data, "
+                departs="MNIST: 20 rounds, momentum weight 0.5. CIFAR-10: 100 rounds, a "
+                "third of the batch, trials of up to 20 rounds, gradients clipped at 0.1. CODA+'s first stage has 500 iterations, after which "
+                "(from round 51 on) its step falls to a third. On CIFAR-10 the norm and the momentum weights on offer were chosen after trials on validation data, "
                 "most of them with the FCSG family, and the rounds were raised from 80 to 100 for all when test values of FedAvg, CODA+ and "
                 "FCSG had been seen.",
             ),
@@ -219,10 +219,11 @@ AUROC_CASES = (
     Case("Tiny-ImageNet", "tiny-imagenet-auroc", published=AUROC["Tiny-ImageNet"], higher=0.72),
 )
 AUROC_CHOICES = (
-    "On CIFAR-10 gradients are clipped at 0.1 and steps are larger than the paper's: with those no trial's validation AUROC "
-    "rose above 0.57 before they were broken off, after 5 to 20 rounds (10 at most for FMGDA and CODASCA). Momentum weight 0.9 "
-    "and q = 10 only; CODA and CODASCA, which have one step size, choose γ in the place of the dual one, and their first stage has "
-    "500 iterations."
+    "On CIFAR-10 gradients are clipped at 0.1 and steps are larger than the paper's. In first trials with the paper's steps the "
+    "best validation AUROC was 0.57 when they were broken off, after 5 to 20 rounds (10 at most for FMGDA and CODASCA); of the "
+    "larger ones all four methods chose the largest, 3. Momentum weight 0.9 and q = 10 only. CODA and CODASCA, which have one "
+    "step size, choose γ in the place of the dual one; their first stage has 500 iterations, after which (from round 51 on) their "
+    "step falls to a third."
 )
 AUROC_BUDGETS = {
     "quick": Budget(
@@ -402,7 +403,7 @@ SCGDM_PAPER = [
             Claim("γ = 0.7 is best on unseen tasks", claims.best(SINE, "gamma=0.7")),
         ],
     ),
-    _sweep(4, "the local steps p", "run.q", PS, [Claim("p = 5 is good", claims.good(SINE, "q=5", 0.02))]),
+    _sweep(4, "the local steps p", "run.q", PS, [Claim("p = 5 (here q) is good", claims.good(SINE, "q=5", 0.02))]),
     _sweep(5, "the momentum weight α", "algorithm.alpha", ALPHAS, [Claim("α = 0.9 is best", claims.best(SINE, "alpha=0.9"))]),
     _alphabets(6, 5),
     _alphabets(7, 20),
@@ -439,7 +440,7 @@ FAFED_PAPER = [
         claims=[
             Claim("Naive local adaptivity diverges for every η and β", claims.diverges, trains=False),
             Claim("FAFED converges on the same problem", claims.converges, trains=False),
-            Claim("With q > 1 and a long step η/ρ it stalls instead (not in the paper)", claims.stalls, trains=False),
+            Claim("With q > 1 and a large η/ρ or α it stalls instead (not in the paper)", claims.stalls, trains=False),
         ],
         produce=figures.theorem1,
     ),
@@ -456,10 +457,10 @@ FAFED_PAPER = [
             ),
             "standard": Budget(
                 seeds=3,
-                trials=2,
-                changes={"run.rounds": 20, "run.every": 4},
+                changes={"run.rounds": 20, "run.every": 5},
                 departs="200,000 words, the 1,000 most frequent of them, 2 layers of 32, dropout 0.2, batches of 10 sequences of "
-                "20 words, 20 rounds. As in the paper only STEM and FAFED have anything to choose.",
+                "20 words, 20 rounds. Six trials for every method, of step sizes around the paper's (FedAdam and FedAMS: server steps and β1) and of the "
+                "momentum weights 0.1 and 0.9 of STEM and FAFED; FAFED's β is 0.9, β2 of FedAdam and FedAMS 0.99.",
             ),
             "full": Budget(seeds=3, swap={"wikitext-small": "wikitext-full"}, memory=9.0),
         },
@@ -517,6 +518,11 @@ FAFED_PAPER = [
 # --- Beyond the papers ---
 
 NESTED = ("coda-plus", "fmgda", "fcsg-m", "acc-fcsg-m")
+INSTITUTIONS = (
+    "This is in no paper. All are tuned by AUROC, the methods for average precision too, with six trials: six step sizes for FedAvg and "
+    "CODA+, three and a second setting for the others. Grids were made on validation rows of the first test set, which overlap the "
+    "other test sets. CODA+'s first stage has 200 iterations, after which its step falls to a third."
+)
 
 
 def _institutions(name: str, title: str, data: str, higher: float) -> Reproduction:
@@ -531,14 +537,16 @@ def _institutions(name: str, title: str, data: str, higher: float) -> Reproducti
                 factor=0.3,
                 departs="4 rounds of 2 iterations: a rehearsal.",
             ),
-            "standard": Budget(seeds=5),
-            "full": Budget(seeds=10),
+            "standard": Budget(seeds=5, departs=INSTITUTIONS),
+            "full": Budget(seeds=10, departs=INSTITUTIONS),
         },
         claims=[
             *(
-                Claim(f"{method} is ahead of FedAvg with cross-entropy in AUROC", claims.ahead([data], [method], ["fedavg"]))
+                Claim(f"{method} is ahead of FedAvg with cross-entropy in {title}", claims.ahead([data], [method], ["fedavg"], also=key))
+                for title, key in (("AUROC", None), ("average precision", "ap"))
                 for method in NESTED
             ),
+            Claim("One model on the pooled data is ahead of FedAvg", claims.ahead([data], ["pooled"], ["fedavg"])),
             Claim("Federation is ahead of a site alone, in the mean over sites", claims.ahead([data], ["fedavg"], ["local"])),
         ],
         cases=[Case(data, name, higher=higher, splits=True)],
@@ -555,6 +563,11 @@ COMPLEXITY_OF = {
     "fmgda": "FMGDA",
     "fafed": "FAFED",
 }
+RATES = (
+    "Steps and weights follow T as each theorem says, up to constants chosen at T = 1024. The theory of FMGDA and FAFED is given "
+    "without its logarithm. Two rules of that choice were made after a first measurement, which had steeper slopes for FAFED and "
+    "Local-SCGDM; benchmarks/complexity tells both."
+)
 BEYOND = [
     _institutions("eicu", "Death in hospital, eICU demo: nested objectives across hospitals", "eICU demo", 0.75),
     _institutions(
@@ -565,8 +578,8 @@ BEYOND = [
         "The complexity claims: rates, linear speed-up, bias, runs under their bounds",
         {
             "quick": Budget(minutes=1.5, departs="Few seeds and short runs: a look."),
-            "standard": Budget(minutes=12),
-            "full": Budget(minutes=100),
+            "standard": Budget(minutes=12, departs=RATES),
+            "full": Budget(minutes=100, departs=RATES),
         },
         claims=[
             *(

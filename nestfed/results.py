@@ -83,7 +83,7 @@ def markdown(found: dict[str, Evidence]) -> str:
         "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of its values seed by seed excludes 0. A claim that the",
         "  seeds neither contradict nor bear out is *not confirmed (within the spread)*; what was not run is *not testable here*. The training",
         "  loss is that of the last three evaluated rounds; of meta-learners that of the last model, after its inner step.",
-        "- **Minutes** are those of training and evaluation, summed over runs, each of which had one core.",
+        "- **Minutes** are those of the rounds, without evaluation, summed over all runs and trials, each of which had one core.",
         "- **loss_k** and **r2_k** are a meta-learner's mean squared error on unseen tasks after k inner steps, and the share of the",
         "  targets' mean square that it takes away; **ap** is the average precision.",
         "",
@@ -112,7 +112,7 @@ def _section(evidence: Evidence) -> list[str]:
         minutes = sum(meta["seconds"].values()) / 60
         split = any(case.splits for case in REPRODUCTIONS[evidence.name].cases)
         seeds = f"{meta['seeds']} " + ("test sets, all methods tuned anew on each" if split else "seeds")
-        told += [seeds, f"{minutes:.0f} minutes, tuning included"]
+        told += [seeds, f"{minutes:.0f} minutes of rounds, tuning included"]
     told.append(meta["machine"])
     departs = f" Differs from the paper: {meta['departs']}" if meta["departs"] else ""
     text += [f"{'; '.join(told)}.{departs}", ""]

@@ -43,6 +43,8 @@ CORES = 2
 """The machine that times are told for."""
 START = 1.5
 """Processor seconds until a job has loaded its data and judged its start, in a worker that has loaded torch for others before."""
+VALIDATION = 0.3
+"""What a trial's evaluation costs of a run's, which has the test data to judge too."""
 
 
 def find(name: str) -> Reproduction:
@@ -412,8 +414,8 @@ def minutes(found: Reproduction, budget: str) -> float:
             trained, processes = _trial_rounds(experiment, name, amount.trials, amount.trial_rounds)
             if case.splits:
                 trained, processes = trained * amount.seeds, processes * amount.seeds
+            judged = VALIDATION * (trained / run.every + processes) + amount.seeds * (run.rounds / run.every + 1)
             trained += amount.seeds * run.rounds
-            judged = trained / run.every + amount.seeds
             share = experiment.problem.test_tasks / 600 if experiment.problem.name in ("omniglot", "sine") else 1.0
             total += (
                 trained * price.round * times * amount.factors.get(case.data, amount.factor)

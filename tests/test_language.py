@@ -233,8 +233,9 @@ def test_the_full_size_steps(real: None, name: str) -> None:
 @pytest.mark.parametrize("name", SIX)
 def test_the_small_size_learns(real: None, name: str) -> None:
     experiment = read_experiment("wikitext-small")
-    first = {k: v[-1] for k, v in experiment.methods[name].get("grid", {}).items()}
-    made = assemble(experiment.for_method(name).with_overrides(first))
+    grid = experiment.methods[name]["grid"].items()
+    middle = {k: v[(len(v) - 1) // 2] if k.startswith("algorithm.eta") else v[-1] for k, v in grid}
+    made = assemble(experiment.for_method(name).with_overrides(middle))
     result = simulate(
         made.problem, made.algorithm, made.clients, rounds=8, q=10, every=2, evaluate=made.evaluate, progress=False
     )

@@ -235,7 +235,7 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
                 "difference": None if known is None else means[method] - known,
                 "rounds": max(r.curve[-1].round for r in runs),
                 "trials": runs[0].trials,
-                "chosen": {k: list(dict.fromkeys(r.chosen[k] for r in runs)) for k in runs[0].chosen},
+                "chosen": {k: list(dict.fromkeys(_setting(r.chosen[k]) for r in runs)) for k in runs[0].chosen},
                 "diverged": sum(r.diverged for r in runs),
                 "to_published": reached(runs, min(means.values()) if known is None else known),
                 "to_higher": None if higher is None else reached(runs, higher),
@@ -244,6 +244,13 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
             }
         )
     return table
+
+
+def _setting(value: Any) -> str:
+    """Return a setting as text; a schedule is a table."""
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{k} {v:.3g}' for k, v in value.items())})"
+    return str(value)
 
 
 def cost(found: Mapping[str, Any] | None, what: str) -> str:
@@ -272,7 +279,7 @@ def cells(row: Mapping[str, Any], evidence: Evidence, data: str) -> list[str]:
     extra = [f"{v['mean']:.4f}" + ("" if math.isnan(v["sd"]) else f" ± {v['sd']:.4f}") for v in row["also"].values()]
     first = [cost(row["to_published"], what) for what in ("round", "examples", "bytes")]
     second = [cost(row["to_higher"], what) for what in ("round", "examples", "bytes")] if higher is not None else []
-    tuned = ", ".join(f"{k.split('.')[-1]} {' or '.join(map(str, v))}" for k, v in row["chosen"].items())
+    tuned = ", ".join(f"{k.split('.')[-1]} {' or '.join(v)}" for k, v in row["chosen"].items())
     fate = f" (diverged in {row['diverged']} of {row['seeds']})" if row["diverged"] else ""
     return [
         f"{row['method']}{fate}",

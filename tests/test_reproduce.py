@@ -308,6 +308,14 @@ def test_the_start_reaches_nothing() -> None:
     assert Run("A", "x", 0, "ap", curve(0.9, 0.8)).reach(0.85) is None
 
 
+def test_settings_that_were_chosen_are_told_once_also_schedules() -> None:
+    schedule = {"scale": 2.0, "power": 1 / 3}
+    runs = [Run("MNIST", "x", s, "ap", curve(0.1, 0.5), {"algorithm.eta": schedule, "algorithm.a": a}) for s, a in enumerate((0.1, 0.9, 0.1))]  # fmt: skip
+    evidence = Evidence("fcsg-table2", "standard", runs)
+    (row,) = work.rows(evidence, "MNIST")
+    assert work.cells(row, evidence, "MNIST")[-1] == "eta (scale 2, power 0.333), a 0.1 or 0.9"
+
+
 def test_costs_to_reach_a_target_by_hand() -> None:
     runs = [Run("A", "x", s, "ap", c) for s, c in enumerate((curve(0.1, 0.5, 0.9), curve(0.1, 0.7, 0.6), curve(0.1, 0.2, 0.3)))]  # fmt: skip
     found = reached(runs, 0.6)

@@ -304,7 +304,9 @@ def test_rates() -> None:
 
 def test_the_start_reaches_nothing() -> None:
     """A model that is good before it is trained has cost nothing, which says nothing about a method."""
-    assert Run("A", "x", 0, "ap", curve(0.9, 0.8, 0.95)).reach(0.85).round == 20  # type: ignore[union-attr]
+    found = Run("A", "x", 0, "ap", curve(0.9, 0.8, 0.95)).reach(0.85)
+    assert found is not None
+    assert found.round == 20
     assert Run("A", "x", 0, "ap", curve(0.9, 0.8)).reach(0.85) is None
 
 

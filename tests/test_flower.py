@@ -361,6 +361,76 @@ def test_a_greeting_that_was_lost_is_repeated(tmp_path: Path) -> None:
     assert calls == ["query.hello", "query.hello", "train"]
 
 
+class OffByOne(LocalGrid):
+    """Nodes as Flower's SuperNode is: one message at a time, and answers go out only after a message has come in."""
+
+    def __init__(self, *args: Any, costs: dict[str, float], behind: set[int]) -> None:
+        super().__init__(*args)
+        self.costs, self.kept = costs, {}
+        self.inbox: dict[int, list[tuple[str, float]]] = {node: [] for node in self.apps}
+        self.waits: set[int] = set()
+        self.ready: dict[int, list[tuple[float, str]]] = {
+            node: [(0.0, "of a run that is over")] if node in behind else [] for node in self.apps
+        }
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        names = list(super().push_messages(messages))
+        for name in names:
+            node, message, _ = self.messages[int(name.rpartition("-")[2])]
+            self.kept[name] = self.replies.pop(name)
+            self.inbox[node].append((name, self.costs[message.metadata.message_type]))
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        now = server.time.monotonic()
+        for node, inbox in self.inbox.items():
+            while node in self.waits or inbox:
+                if node in self.waits:
+                    done = [name for when, name in self.ready[node] if when <= now]
+                    if not done:
+                        break
+                    self.ready[node] = [(when, name) for when, name in self.ready[node] if when > now]
+                    self.replies |= {name: self.kept[name] for name in done if name in self.kept}
+                    self.waits.discard(node)
+                else:
+                    name, cost = inbox.pop(0)
+                    self.ready[node].append((now + cost, name))
+                    self.waits.add(node)
+        return super().pull_messages(message_ids)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 100.0])
+def test_a_site_that_keeps_its_answers_back(seconds: float, tmp_path: Path) -> None:
+    """Its SuperNode outlived a run that was stopped; the numbers are those of the others, and nobody waits for long."""
+    study = toy("fcsg-m", rounds=3)
+    costs = {"query.hello": 2.0, "train": seconds, "evaluate": 1.0}
+    plain = deploy(study, tmp_path / "plain", 5)
+    assert len([m for _, m, _ in plain.messages if m.metadata.message_type == "query.hello"]) == 5
+    times = {}
+    for behind in (set(), {102, 104}):
+        folder = tmp_path / f"{len(behind)}"
+        apps = federation(study, folder, 5)
+        grid = OffByOne(apps.apps, apps.configs, costs=costs, behind=behind)
+        start = server.time.monotonic()
+        coordinate(study, folder, grid, sites=5, deadline=1000.0)
+        times[len(behind)] = server.time.monotonic() - start
+        torch.testing.assert_close(checkpointed(folder), checkpointed(tmp_path / "plain"), rtol=0, atol=0)
+        assert read_record(folder / "run" / "record.jsonl")[-1]["participants"] == 5
+        assert len([m for _, m, _ in grid.messages if m.metadata.message_type == "train"]) == 15
+        assert not (folder / "run" / "sites.log").exists()
+    # One more greeting and the wait for it; then a quarter of a round, or some seconds.
+    assert times[2] < times[0] + server.GREETING + server.SETTLING + 5 + 3 * max(8, seconds / 4 + 4)
+
+
+def test_a_slow_site_is_not_taken_for_one_that_keeps_back(tmp_path: Path) -> None:
+    study = toy("fedavg", rounds=2)
+    apps = federation(study, tmp_path, 5)
+    grid = OffByOne(apps.apps, apps.configs, costs={"query.hello": 20.0, "train": 50.0}, behind=set())
+    coordinate(study, tmp_path, grid, sites=5, deadline=1000.0)
+    kinds = [m.metadata.message_type for node, m, _ in grid.messages if node == 102]
+    assert kinds == ["query.hello", "query.hello", "train", "train"]
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Nothing bad gets in
 

@@ -5,8 +5,10 @@ All tests share one federation. Rounds are few and problems tiny, because a roun
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -56,11 +58,11 @@ FCSGM = {"name": "fcsg-m", "alpha": 0.5, "beta": 0.5}
 FMGDA = {"name": "fmgda", "c_hat": 0.1, "c": 0.1}
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE, every: float = 0.2) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds:g} s for: {what}"
-        time.sleep(0.2)
+        time.sleep(every)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,13 @@ def submit(federation: Local, study: Experiment, out: Path, **rules: Any) -> sub
 
 
 def finished(federation: Local, run: subprocess.Popen[bytes], out: Path) -> None:
-    until(lambda: (out / "finished.json").exists() or run.poll() is not None, f"the end of {out.name}")
+    """Wait for the end of a run, with a supervisor for the sites."""
+
+    def over() -> bool:
+        federation.revive()
+        return (out / "finished.json").exists() or run.poll() is not None
+
+    until(over, f"the end of {out.name}", every=2.0)
     run.wait(PATIENCE)
     assert (out / "finished.json").exists(), federation.processes.tail("run", 40)
 
@@ -161,10 +169,31 @@ def test_killed_and_back(federation: Local, tmp_path: Path) -> None:
     left = marked(f"{federation.processes.mark}-superlink")
     assert left
     assert not (out / "finished.json").exists()
+    broken_off(federation)
     federation.superlink()
     finished(federation, submit(federation, study, out), out)
     same_as_simulation(study, out, tmp_path, asked_again=True)
     assert not set(left) & set(marked(federation.processes.mark))
+
+
+def broken_off(federation: Local) -> None:
+    """Break connections off in the middle of the TLS handshake, which a SuperNode takes for the end: so it must end."""
+    sites = [federation.processes.running[f"site-{n}"] for n in range(SITES)]
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind((LOOPBACK, federation.port))
+        port.listen()
+        port.settimeout(1)
+
+        def ended() -> bool:
+            with contextlib.suppress(OSError):
+                connection, _ = port.accept()
+                with connection:
+                    connection.recv(4096)
+            return any(site.poll() is not None for site in sites)
+
+        until(ended, "a SuperNode that cannot go on to end", 120, every=0)
+    assert all(site.poll() in (None, 1) for site in sites)
 
 
 BAD = """

@@ -9,7 +9,7 @@ import typer
 
 from nestfed.deploy.app import init
 from nestfed.deploy.certificates import write_certificates, write_key
-from nestfed.deploy.local import LOOPBACK, local
+from nestfed.deploy.local import LOOPBACK, local, supernode
 
 if TYPE_CHECKING:
     from nestfed.experiment import Experiment
@@ -86,6 +86,17 @@ def local_(
         say(f"{key:12} {value:.4f}")
     say(f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {end['seconds']:.1f} s)")
     say(f"record       {place / 'record.jsonl'}")
+
+
+@deploy_app.command(
+    "supernode", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
+)
+def supernode_(context: typer.Context) -> None:
+    """Run a site's SuperNode, with the options of `flower-supernode`; it ends when it has lost the SuperLink for good.
+
+    Flower's own command then stays, connected to nothing, and no supervisor can know that it should start it again.
+    """
+    supernode(context.args)
 
 
 @deploy_app.command("certificates")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +136,7 @@ class Local:
         self.processes.start(
             f"site-{n}",
             [
-                self.command("flower-supernode"), *tls, "--superlink", f"{LOOPBACK}:{self.port}",
+                sys.executable, "-m", "nestfed", "deploy", "supernode", *tls, "--superlink", f"{LOOPBACK}:{self.port}",
                 "--host", LOOPBACK, "--port", str(port), "--node-config", words,
             ],
             self.environment(f"site-{n}"),
@@ -166,6 +166,23 @@ class Local:
                 return
             time.sleep(0.1)
         raise NestfedError(f"The {name} does not listen after {seconds:g} s:\n{self.processes.tail(name)}")
+
+
+def supernode(options: Sequence[str]) -> None:
+    """Be a SuperNode until it ends, and end with it.
+
+    A connection that breaks in the middle of a TLS handshake ends Flower's worker, but a thread of its own keeps the
+    process alive.
+    """
+    try:
+        from flwr.supernode.cli import flower_supernode
+    except ImportError as error:
+        raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.") from error
+    sys.argv = ["flower-supernode", *options]
+    flower_supernode()
+    sys.stderr.write("nestfed: the SuperNode has lost the SuperLink; start it again.\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def free_port() -> int:

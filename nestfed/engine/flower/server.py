@@ -44,10 +44,15 @@ if TYPE_CHECKING:
     from nestfed.site import Facts, Plan
 
 
+HELLO = "query.hello"
 POLL = 0.2
 """Seconds between two looks for answers."""
 PREDECESSOR = 60.0
 """Seconds for the ServerApp of a SuperLink that was killed to notice, about ten, before the run is refused."""
+GREETING = 15.0
+"""Seconds for a site to answer a greeting, before it is greeted again; twice as many after every attempt."""
+SETTLING = 30.0
+"""Seconds for a site that was greeted again to answer the later greetings too."""
 MOST_TALLY = 1_000_000
 """Bytes of a site's counts that are believed."""
 
@@ -92,8 +97,9 @@ class _Post:
         self.sent = self.got = 0
 
     def send(self, node: int, kind: str, content: RecordDict, group: str = "") -> None:
-        """Ask a node something; what it was asked before and has not answered is withdrawn."""
-        self.withdraw(node, kind)
+        """Ask a node something; what it was asked before and has not answered is withdrawn, but for greetings."""
+        if kind != HELLO:
+            self.withdraw(node, kind)
         message = Message(content, node, kind, ttl=self.deadline, group_id=group)
         self.sent += _weight(message)
         for identity in self.grid.push_messages([message]):
@@ -107,6 +113,10 @@ class _Post:
             for i, (n, k) in self.open.items()
             if not ((node is None or n == node) and (kind is None or k == kind))
         }
+
+    def greetings(self, node: int) -> int:
+        """Return how many greetings a node has left unanswered."""
+        return list(self.open.values()).count((node, HELLO))
 
     def receive(self) -> list[tuple[int, str, Message]]:
         """Return the answers that have come."""
@@ -141,6 +151,12 @@ class _Server:
         """Nodes that have the plan."""
         self.since: dict[int, str] = {}
         """When each node that is there came up."""
+        self.silent: dict[int, tuple[int, float]] = {}
+        """Nodes that have answered no greeting yet: how many they got, and when the next is due."""
+        self.behind: dict[int, float] = {}
+        """Nodes that keep answers back (see `settle`), and when they were asked."""
+        self.greeted: dict[int, float] = {}
+        """When each node was greeted last."""
         self._looked = 0.0
 
     # -- who is there
@@ -168,8 +184,56 @@ class _Server:
         for node in risen | free:
             self.refused.discard(node)
             self.doubles.pop(node, None)
-            self.post.send(node, "query.hello", RecordDict({"order": stamp_of(self.study)}))
+            self.silent.pop(node, None)
+            self.behind.pop(node, None)
+            self.post.withdraw(node, HELLO)
+        due = {node for node, (_, when) in self.silent.items() if node in nodes and self._looked > when}
+        for node in risen | free | due:
+            times = self.silent.get(node, (0, 0.0))[0]
+            self.silent[node] = (times + 1, self._looked + GREETING * 2**times)
+            self.hello(node)
         return risen
+
+    def hello(self, node: int) -> None:
+        """Greet a node."""
+        self.greeted[node] = time.monotonic()
+        self.post.send(node, HELLO, RecordDict({"order": stamp_of(self.study)}))
+
+    def ask(self, node: int, kind: str, content: RecordDict, group: str = "") -> None:
+        """Ask a node something."""
+        self.post.send(node, kind, content, group)
+        if node in self.behind:
+            self.behind[node] = time.monotonic()
+            if not self.post.greetings(node):
+                del self.behind[node]  # it was only slow
+
+    def answers(self) -> list[tuple[int, str, Message]]:
+        """Return what has come, and greet the nodes that keep an answer back; the longer it takes, the more seldom."""
+        found, now = self.post.receive(), time.monotonic()
+        for node in {n for n, kind in self.post.open.values() if kind != HELLO and n in self.behind}:
+            pause = max(3.0, (now - self.behind[node]) / 4)
+            if not self.post.greetings(node) and now - self.greeted[node] > pause:
+                self.hello(node)
+        return found
+
+    def settle(self) -> None:
+        """Find out which nodes keep answers back.
+
+        When a SuperNode has received a message it waits until some answer is ready and sends it, and at no other time. If
+        it has computed an answer for a run that was stopped in the meantime, it sends that one after the next question, and
+        stays behind from then on: an answer goes out when something else comes. Then one greeting of several stays open.
+        """
+
+        def doubtful() -> list[int]:
+            there = set(self.nodes().values()) - self.behind.keys() - self.silent.keys()
+            return [node for node in there if self.post.greetings(node)]
+
+        self.wait(lambda: not doubtful(), SETTLING)
+        for node in doubtful():
+            self.behind[node] = time.monotonic()
+            self.say(
+                f"site {self.name(node)} keeps an answer back; greetings bring it out until it starts again.", INFO
+            )
 
     def nodes(self) -> dict[int, int]:
         """Return the node of every client that is there."""
@@ -177,6 +241,7 @@ class _Server:
 
     def greet(self, node: int, reply: Message) -> None:
         """Take in a site's first words, or refuse it."""
+        first = self.silent.pop(node, None) is not None
         if reply.has_error():
             self.since.pop(node, None)  # as if it had not been there: if it still is, it is greeted again
             self.say(f"site {self.name(node)} did not answer a greeting (Flower's error {reply.error.code}).", INFO)
@@ -197,7 +262,8 @@ class _Server:
         for old in [k for k, v in self.client_of.items() if v == n and k != node]:
             del self.client_of[old]
         self.client_of[node] = n
-        self.say(f"site {name} is there as client {n}.", INFO)
+        if first:
+            self.say(f"site {name} is there as client {n}.", INFO)
 
     def refuse(self, node: int, sentence: str) -> None:
         """Leave a node out until it starts again."""
@@ -236,15 +302,15 @@ class _Server:
             raise RefusedError("its counts and sums do not fit together.")
         return told
 
-    def wait(self, enough: Callable[[], bool]) -> bool:
-        """Take in greetings until there are enough sites; tell whether there were before the deadline."""
-        end = time.monotonic() + self.setup.rules.deadline
+    def wait(self, enough: Callable[[], bool], seconds: float = 0.0) -> bool:
+        """Take in greetings until there are enough sites; tell whether there were in time, at most the deadline."""
+        end = time.monotonic() + (seconds or self.setup.rules.deadline)
         while not enough():
             if time.monotonic() > end:
                 return False
             self.look()
             for node, kind, reply in self.post.receive():
-                if kind == "query.hello":
+                if kind == HELLO:
                     self.greet(node, reply)
             time.sleep(POLL)
         return True
@@ -262,6 +328,7 @@ class _Server:
                 f"Only {len(self.nodes())} of {total} sites came within {self.setup.rules.deadline:g} s; "
                 f"{least} are needed."
             )
+        self.settle()
         token = secrets.token_hex(8)
         plan = self._agree()
         write_plan(path, plan, token)
@@ -279,13 +346,13 @@ class _Server:
             return plan
         words, arrays = plan_record(plan)
         for node in there.values():
-            self.post.send(
+            self.ask(
                 node, "query.spread", RecordDict({"order": stamp_of(self.study), "plan": words, "scaling": arrays})
             )
         squares: dict[int, np.ndarray] = {}
         end = time.monotonic() + self.setup.rules.deadline
         while len(squares) < len(there) and time.monotonic() < end:
-            for node, kind, reply in self.post.receive():
+            for node, kind, reply in self.answers():
                 if kind == "query.spread":
                     try:
                         self._words(reply, "site")
@@ -378,6 +445,7 @@ class _Server:
             need = least - len(answers) if asked else 1
             self.look(at_once=True)
             self.wait(lambda wanted=wanted or audience, need=need: len(self.nodes().keys() & set(wanted)) >= need)  # type: ignore[misc]
+            self.settle()
             sent += self._collect(c, wanted, audience, due, plan, token, answers, tallies)
             if len(answers if asked else tallies) >= least:
                 return answers, tallies, sent
@@ -412,7 +480,7 @@ class _Server:
             content = RecordDict({"order": stamp_of(self.study, **words), "shared": shared})
             if node not in self.planned:
                 content["plan"], content["scaling"] = plan_record(plan)
-            self.post.send(node, kind, content, str(c.state.round + 1))
+            self.ask(node, kind, content, str(c.state.round + 1))
             open_.add(n)
             trained += kind == "train"
 
@@ -425,11 +493,12 @@ class _Server:
             for n in again:
                 self.say(f"site {self.name(self.nodes().get(n, 0))} came back; it is asked again.", INFO)
                 put(n)
-            for node, kind, reply in self.post.receive():
-                if kind == "query.hello":
+            for node, kind, reply in self.answers():
+                if kind == HELLO:
+                    first = node in self.silent
                     self.greet(node, reply)
                     n = self.client_of.get(node, -1)
-                    if n not in open_ and n not in answers and n in (*wanted, *audience) and node not in self.refused:
+                    if first and node not in self.refused and n in {*wanted, *audience} - open_ - answers.keys():
                         put(n)
                     continue
                 n = self.client_of.get(node, -1)

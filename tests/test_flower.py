@@ -32,6 +32,8 @@ from nestfed.engine.flower.messages import read_plan, stamp_of
 from nestfed.engine.record import read as read_record
 from nestfed.engine.simulate import simulate
 from nestfed.experiment import Experiment, RunSpec, from_tables
+from nestfed.running import claim
+from nestfed.site import Plan
 
 Q = 3
 Tamper = Callable[[int, int, Message], "Message | None"]
@@ -420,6 +422,43 @@ def test_a_site_that_keeps_its_answers_back(seconds: float, tmp_path: Path) -> N
         assert not (folder / "run" / "sites.log").exists()
     # One more greeting and the wait for it; then a quarter of a round, or some seconds.
     assert times[2] < times[0] + server.GREETING + server.SETTLING + 5 + 3 * max(8, seconds / 4 + 4)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 60), (100.0, 6)])
+def test_a_run_goes_on_without_a_site_that_keeps_back(seconds: float, rounds: int, tmp_path: Path) -> None:
+    """With `min-sites` the others begin before it is known; then one round at most ends without it."""
+    study = toy("fcsg-m", rounds=rounds)
+    apps = federation(study, tmp_path, 5)
+    costs = {"query.hello": 2.0, "train": seconds, "evaluate": 1.0}
+    grid = OffByOne(apps.apps, apps.configs, costs=costs, behind={102})
+    fewer = {"sites": 5, "min_sites": 4, "deadline": 400.0}
+    claim(tmp_path / "run", study)
+    server.write_plan(tmp_path / "run" / "plan.safetensors", Plan(5), "0123456789abcdef")
+    coordinate(study, tmp_path, grid, **fewer)
+    participants = [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")]
+    assert participants[-3:] == [5, 5, 5], participants
+    warnings = tmp_path / "run" / "sites.log"
+    assert not warnings.exists() or len(warnings.read_text().splitlines()) <= 1
+
+
+def test_a_site_that_falls_behind_in_the_middle(tmp_path: Path) -> None:
+    """As when a connection breaks after it has stored an answer: found by the silence, and then known."""
+    study = toy("fcsg-m", rounds=6)
+    apps = federation(study, tmp_path, 5)
+    grid = OffByOne(apps.apps, apps.configs, costs={"query.hello": 2.0, "train": 1.0, "evaluate": 1.0}, behind=set())
+    trains = itertools.count()
+
+    def fall(n: int, round: int, reply: Message) -> Message:
+        if n == 2 and next(trains) == 2:
+            grid.ready[102].append((0.0, "that nobody waits for"))
+        return reply
+
+    grid.tamper = fall
+    start = server.time.monotonic()
+    coordinate(study, tmp_path, grid, sites=5, deadline=400.0)
+    assert [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")][1:] == [5] * 6
+    assert server.time.monotonic() - start < 400 / 4 + 2 * server.SETTLING + 6 * 12
+    assert not (tmp_path / "run" / "sites.log").exists()
 
 
 def test_a_slow_site_is_not_taken_for_one_that_keeps_back(tmp_path: Path) -> None:
@@ -911,3 +950,14 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
     for again in (lambda: write_certificates(tmp_path, []), lambda: write_key(tmp_path / "a.key")):
         with pytest.raises(NestfedError, match="already"):
             again()
+
+
+def test_stopping_one_process_spares_its_namesakes(tmp_path: Path) -> None:
+    from nestfed.deploy.processes import Processes
+
+    with Processes(tmp_path) as processes:
+        for name in ("site-1", "site-10"):
+            processes.start(name, ["sleep", "60"], {})
+        processes.stop("site-1")
+        assert processes.running["site-10"].poll() is None
+    assert processes.running["site-10"].poll() is not None

@@ -189,6 +189,7 @@ def broken_off(federation: Local) -> None:
             with contextlib.suppress(OSError):
                 connection, _ = port.accept()
                 with connection:
+                    connection.settimeout(1)
                     connection.recv(4096)
             return any(site.poll() is not None for site in sites)
 

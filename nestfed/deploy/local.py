@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -179,7 +180,12 @@ def supernode(options: Sequence[str]) -> None:
     except ImportError as error:
         raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.") from error
     sys.argv = ["flower-supernode", *options]
-    flower_supernode()
+    # Flower looks for its other commands there.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    try:
+        flower_supernode()
+    except Exception:  # the thread would outlive it
+        traceback.print_exc()
     sys.stderr.write("nestfed: the SuperNode has lost the SuperLink; start it again.\n")
     sys.stderr.flush()
     os._exit(1)

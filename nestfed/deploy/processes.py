@@ -102,7 +102,8 @@ def marked(mark: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if any(item.startswith(wanted) for item in path.read_bytes().split(b"\0")):
+            items = path.read_bytes().split(b"\0")
+            if any(item == wanted or item.startswith(wanted + b"-") for item in items):
                 found.append(int(path.parent.name))
     return [pid for pid in found if pid != os.getpid()]
 

@@ -52,7 +52,8 @@ PREDECESSOR = 60.0
 GREETING = 15.0
 """Seconds for a site to answer a greeting, before it is greeted again; twice as many after every attempt."""
 SETTLING = 30.0
-"""Seconds for a site that was greeted again to answer the later greetings too."""
+"""Seconds for a site that was greeted again to answer the later greetings too, or twice what its first answer took."""
+DAY = 86400.0
 MOST_TALLY = 1_000_000
 """Bytes of a site's counts that are believed."""
 
@@ -100,7 +101,7 @@ class _Post:
         """Ask a node something; what it was asked before and has not answered is withdrawn, but for greetings."""
         if kind != HELLO:
             self.withdraw(node, kind)
-        message = Message(content, node, kind, ttl=self.deadline, group_id=group)
+        message = Message(content, node, kind, ttl=DAY if kind == HELLO else self.deadline, group_id=group)
         self.sent += _weight(message)
         for identity in self.grid.push_messages([message]):
             if identity:
@@ -151,12 +152,16 @@ class _Server:
         """Nodes that have the plan."""
         self.since: dict[int, str] = {}
         """When each node that is there came up."""
-        self.silent: dict[int, tuple[int, float]] = {}
-        """Nodes that have answered no greeting yet: how many they got, and when the next is due."""
-        self.behind: dict[int, float] = {}
-        """Nodes that keep answers back (see `settle`), and when they were asked."""
+        self.silent: dict[int, tuple[int, float, float]] = {}
+        """Nodes that have answered no greeting yet: how many they got, when the first, and when the next is due."""
+        self.behind: set[int] = set()
+        """Nodes that keep answers back: see `settle`."""
+        self.asked: dict[int, float] = {}
+        """When each node was asked last."""
         self.greeted: dict[int, float] = {}
         """When each node was greeted last."""
+        self.slowest = 0.0
+        """The longest time that a site took for its first answer."""
         self._looked = 0.0
 
     # -- who is there
@@ -185,12 +190,12 @@ class _Server:
             self.refused.discard(node)
             self.doubles.pop(node, None)
             self.silent.pop(node, None)
-            self.behind.pop(node, None)
+            self.behind.discard(node)
             self.post.withdraw(node, HELLO)
-        due = {node for node, (_, when) in self.silent.items() if node in nodes and self._looked > when}
+        due = {node for node, (_, _, when) in self.silent.items() if node in nodes and self._looked > when}
         for node in risen | free | due:
-            times = self.silent.get(node, (0, 0.0))[0]
-            self.silent[node] = (times + 1, self._looked + GREETING * 2**times)
+            times, first, _ = self.silent.get(node, (0, self._looked, 0.0))
+            self.silent[node] = (times + 1, first, self._looked + GREETING * 2**times)
             self.hello(node)
         return risen
 
@@ -201,18 +206,24 @@ class _Server:
 
     def ask(self, node: int, kind: str, content: RecordDict, group: str = "") -> None:
         """Ask a node something."""
+        self.asked[node] = time.monotonic()
         self.post.send(node, kind, content, group)
-        if node in self.behind:
-            self.behind[node] = time.monotonic()
-            if not self.post.greetings(node):
-                del self.behind[node]  # it was only slow
 
     def answers(self) -> list[tuple[int, str, Message]]:
-        """Return what has come, and greet the nodes that keep an answer back; the longer it takes, the more seldom."""
+        """Return what has come, and greet the nodes that keep an answer back, or may after a quarter of the deadline."""
         found, now = self.post.receive(), time.monotonic()
-        for node in {n for n, kind in self.post.open.values() if kind != HELLO and n in self.behind}:
-            pause = max(3.0, (now - self.behind[node]) / 4)
-            if not self.post.greetings(node) and now - self.greeted[node] > pause:
+        for node, kind, _ in found:
+            if kind != HELLO and not self.post.greetings(node):
+                self.behind.discard(node)  # it spoke unasked
+        for node in {n for n, kind in self.post.open.values() if kind != HELLO}:
+            if self.post.greetings(node):
+                continue
+            asked = now - self.asked[node]
+            if node in self.behind:
+                due = now - max(self.asked[node], self.greeted[node]) > min(30.0, max(3.0, asked / 4))
+            else:
+                due = self.greeted[node] < self.asked[node] and asked > max(60.0, self.setup.rules.deadline / 4)
+            if due:
                 self.hello(node)
         return found
 
@@ -225,12 +236,12 @@ class _Server:
         """
 
         def doubtful() -> list[int]:
-            there = set(self.nodes().values()) - self.behind.keys() - self.silent.keys()
+            there = set(self.nodes().values()) - self.behind - self.silent.keys()
             return [node for node in there if self.post.greetings(node)]
 
-        self.wait(lambda: not doubtful(), SETTLING)
+        self.wait(lambda: not doubtful(), max(SETTLING, 2 * self.slowest))
         for node in doubtful():
-            self.behind[node] = time.monotonic()
+            self.behind.add(node)
             self.say(
                 f"site {self.name(node)} keeps an answer back; greetings bring it out until it starts again.", INFO
             )
@@ -241,7 +252,9 @@ class _Server:
 
     def greet(self, node: int, reply: Message) -> None:
         """Take in a site's first words, or refuse it."""
-        first = self.silent.pop(node, None) is not None
+        if node not in self.silent:
+            return  # it has had them already
+        self.slowest = max(self.slowest, time.monotonic() - self.silent.pop(node)[1])
         if reply.has_error():
             self.since.pop(node, None)  # as if it had not been there: if it still is, it is greeted again
             self.say(f"site {self.name(node)} did not answer a greeting (Flower's error {reply.error.code}).", INFO)
@@ -262,8 +275,7 @@ class _Server:
         for old in [k for k, v in self.client_of.items() if v == n and k != node]:
             del self.client_of[old]
         self.client_of[node] = n
-        if first:
-            self.say(f"site {name} is there as client {n}.", INFO)
+        self.say(f"site {name} is there as client {n}.", INFO)
 
     def refuse(self, node: int, sentence: str) -> None:
         """Leave a node out until it starts again."""
@@ -350,6 +362,7 @@ class _Server:
                 node, "query.spread", RecordDict({"order": stamp_of(self.study), "plan": words, "scaling": arrays})
             )
         squares: dict[int, np.ndarray] = {}
+        number = {node: n for n, node in there.items()}
         end = time.monotonic() + self.setup.rules.deadline
         while len(squares) < len(there) and time.monotonic() < end:
             for node, kind, reply in self.answers():
@@ -361,7 +374,9 @@ class _Server:
                         raise NestfedError(f"Site {self.name(node)} told no sums of squares: {error}") from error
                     if values.shape != plan.mean.shape or not np.isfinite(values).all() or (values < 0).any():
                         raise NestfedError(f"Site {self.name(node)} told sums of squares that cannot be.")
-                    squares[self.client_of[node]] = values
+                    squares[number[node]] = values
+                elif kind == HELLO:
+                    self.greet(node, reply)
             time.sleep(POLL)
         if len(squares) < len(there):
             raise NestfedError("A site told its sums but then not its sums of squares; start again when it is there.")
@@ -499,6 +514,8 @@ class _Server:
                     self.greet(node, reply)
                     n = self.client_of.get(node, -1)
                     if first and node not in self.refused and n in {*wanted, *audience} - open_ - answers.keys():
+                        if self.post.greetings(node):
+                            self.behind.add(node)  # or it was only slow, which its answer will show
                         put(n)
                     continue
                 n = self.client_of.get(node, -1)

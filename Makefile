@@ -12,7 +12,7 @@ demo: $(READY)
 test: $(READY)
 	$(RUN) -m pytest -n 2 -m "not slow"
 
-# Real Flower processes on this machine, TLS and keys on, some of them killed (about six minutes).
+# Real Flower processes on this machine, TLS and keys on, some of them killed (about seven minutes).
 test-deploy: $(READY)
 	$(RUN) -m pytest -m slow tests/test_flower_e2e.py
 

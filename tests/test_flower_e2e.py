@@ -58,11 +58,11 @@ FCSGM = {"name": "fcsg-m", "alpha": 0.5, "beta": 0.5}
 FMGDA = {"name": "fmgda", "c_hat": 0.1, "c": 0.1}
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE, every: float = 0.2) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds:g} s for: {what}"
-        time.sleep(every)
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,20 @@ def listing() -> list[str]:
     return subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+def supervised(federation: Local, condition: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a condition that starts sites again that have ended, every ten seconds, whenever it is looked at."""
+    revived = time.monotonic()
+
+    def looked_at() -> Any:
+        nonlocal revived
+        if time.monotonic() - revived > 10:
+            federation.revive()
+            revived = time.monotonic()
+        return condition()
+
+    return looked_at
+
+
 def submit(federation: Local, study: Experiment, out: Path, **rules: Any) -> subprocess.Popen[bytes]:
     app = federation.folder / f"app-{out.name}"
     if not app.exists():
@@ -94,12 +108,10 @@ def submit(federation: Local, study: Experiment, out: Path, **rules: Any) -> sub
 
 def finished(federation: Local, run: subprocess.Popen[bytes], out: Path) -> None:
     """Wait for the end of a run, with a supervisor for the sites."""
-
-    def over() -> bool:
-        federation.revive()
-        return (out / "finished.json").exists() or run.poll() is not None
-
-    until(over, f"the end of {out.name}", every=2.0)
+    until(
+        supervised(federation, lambda: (out / "finished.json").exists() or run.poll() is not None),
+        f"the end of {out.name}",
+    )
     run.wait(PATIENCE)
     assert (out / "finished.json").exists(), federation.processes.tail("run", 40)
 
@@ -125,6 +137,7 @@ def test_equal_to_simulation_and_strangers_stay_out(federation: Local, tmp_path:
     study, out = experiment("auprc", FCSGM, rounds=2), tmp_path / "fcsgm"
     write_key(federation.secrets / "site-7.key")
     federation.supernode(7)
+    del federation.sites[7]  # nobody starts it again
     plain = [
         federation.command("flower-supernode"), "--insecure", "--superlink", f"{LOOPBACK}:{federation.port}",
         "--max-retries", "2", "--host", LOOPBACK, "--port", str(free_port()), "--node-config", "client=1",
@@ -140,7 +153,6 @@ def test_equal_to_simulation_and_strangers_stay_out(federation: Local, tmp_path:
         assert "Failed to initialize the connection to the SuperLink" in said
         assert "SuperNode ID" not in said
         federation.processes.stop(stranger)
-    del federation.sites[7]
     assert not (out / "sites.log").exists()
 
 
@@ -155,12 +167,7 @@ def test_killed_and_back(federation: Local, tmp_path: Path) -> None:
     until(after(1), "round 1")
     federation.processes.stop("site-1", signal.SIGKILL)
 
-    def back() -> bool:
-        federation.revive()
-        time.sleep(3)
-        return after(2)()
-
-    until(back, "round 2 with the site that came back")
+    until(supervised(federation, after(2)), "round 2 with the site that came back")
     # The SuperLink alone: its ServerApp lives on for some seconds, and the one that follows has to wait for its end.
     link = federation.processes.running.pop("superlink")
     os.kill(link.pid, signal.SIGKILL)
@@ -193,7 +200,7 @@ def broken_off(federation: Local) -> None:
                     connection.recv(4096)
             return any(site.poll() is not None for site in sites)
 
-        until(ended, "a SuperNode that cannot go on to end", 120, every=0)
+        until(ended, "a SuperNode that cannot go on to end", 120)
     assert all(site.poll() in (None, 1) for site in sites)
 
 

@@ -36,7 +36,7 @@ COSTS: Mapping[str, Cost] = {
     "fafed-table2-cifar10-high": Cost(5.5, 2.2),
     "sine": Cost(0.05, 0.6),
     "omniglot-1shot": Cost(1.4, 15.0),
-    "omniglot-5shot": Cost(4.0, 36.0),  # from single tasks: not run yet with 5 queries
+    "omniglot-5shot": Cost(3.2, 36.0),
     "omniglot-alphabets": Cost(3.4, 23.0),
     "wikitext-small": Cost(1.7, 0.7),
     "wikitext-full": Cost(640.0, 300.0),

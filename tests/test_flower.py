@@ -27,6 +27,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from nestfed.assemble import Assembly
 from nestfed.core import NestfedError
+from nestfed.engine import remote
 from nestfed.engine.flower import Custom, client_app, server, server_app
 from nestfed.engine.flower.messages import read_plan, stamp_of
 from nestfed.engine.record import read as read_record
@@ -114,7 +115,9 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "time", Clock())
+    clock = Clock()
+    for module in (server, remote):  # the one tells the other when a round began
+        monkeypatch.setattr(module, "time", clock)
     for name, value in {"_run_id": 1, "_node_id": 1, "_task_id": 1}.items():
         monkeypatch.setattr(TaskIdentity, name, value)  # what Flower's processes know of themselves
 

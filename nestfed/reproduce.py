@@ -19,7 +19,7 @@ from nestfed.engine.sync import Record
 from nestfed.experiment import Experiment
 from nestfed.report.machine import describe
 from nestfed.report.page import size
-from nestfed.report.plot import curves
+from nestfed.report.plot import curves, overview
 from nestfed.reproductions.base import (
     BUDGETS,
     Budget,
@@ -87,7 +87,7 @@ def reproduce(
     experiments: dict[str, Experiment] = {}
     for case in found.chosen(amount):
         experiment = case.build(amount)
-        folder = out / "runs" / f"{case.experiment}-{_digest(experiment, amount, case)}"
+        folder = out / _folder(case, amount, experiment)
         folders[case.data], experiments[case.data] = folder, experiment
 
         def told(sentence: str, data: str = case.data) -> None:
@@ -107,9 +107,8 @@ def reproduce(
         "seconds": spent,
         "seeds": amount.seeds,
         "departs": amount.departs,
-        "folders": {},
+        "folders": {data: str(folder.relative_to(out)) for data, folder in folders.items()},
     }
-    meta["folders"] = {data: str(folder.relative_to(out)) for data, folder in folders.items()}
     evidence = Evidence(name, budget, runs, numbers, meta)
     evidence.write(place / "records.jsonl")
     report(evidence, place, pages)
@@ -121,6 +120,20 @@ def _digest(experiment: Experiment, budget: Budget, case: Case) -> str:
     told = [experiment.resolved(), experiment.methods, budget.trials, case.splits]
     told += [budget.trial_rounds] if 0 < budget.trial_rounds < experiment.run.rounds else []
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def outdated(evidence: Evidence) -> list[str]:
+    """Return the cases whose settings have changed since they were run."""
+    found = find(evidence.name)
+    budget = found.at(evidence.budget)
+    runs = {case.data: _folder(case, budget, case.build(budget)) for case in found.chosen(budget)}
+    told = evidence.meta["folders"]
+    return [data for data in evidence.data() if data not in runs or told.get(data) != str(runs[data])]
+
+
+def _folder(case: Case, budget: Budget, experiment: Experiment) -> Path:
+    """Return where a case's runs are, below the directory of all reproductions."""
+    return Path("runs") / f"{case.experiment}-{_digest(experiment, budget, case)}"
 
 
 class Part(NamedTuple):
@@ -376,7 +389,12 @@ def _note(table: Sequence[Mapping[str, Any]]) -> str:
 def _curves(evidence: Evidence, data: str) -> Curves:
     from nestfed.report.summary import curves_of_runs
 
-    histories: dict[str, list[list[Record]]] = {}
+    return curves_of_runs(histories(evidence, data), [evidence.metric(data), "loss"], data)
+
+
+def histories(evidence: Evidence, data: str) -> dict[str, list[list[Record]]]:
+    """Return the runs of a case as histories, by method, as far as the small records tell them."""
+    found: dict[str, list[list[Record]]] = {}
     for run in (r for r in evidence.runs if r.data == data):
         lines: list[Record] = [
             {
@@ -390,9 +408,15 @@ def _curves(evidence: Evidence, data: str) -> Curves:
             }
             for p in run.curve
         ]
-        histories.setdefault(run.method, []).append(lines)
-        metric = run.metric
-    return curves_of_runs(histories, [metric, "loss"], data)
+        found.setdefault(run.method, []).append(lines)
+    return found
+
+
+def draw(evidence: Evidence, path: Path) -> Path:
+    """Draw a reproduction's curves against rounds from its records, and the training loss where the paper draws it."""
+    cases = {data: histories(evidence, data) for data in evidence.data()}
+    metric = evidence.metric(evidence.data()[0])
+    return overview(cases, [metric, "loss"] if find(evidence.name).losses else [metric], path)
 
 
 def summary(evidence: Evidence) -> str:

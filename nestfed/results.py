@@ -10,14 +10,15 @@ from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
-from nestfed.reproduce import cells, header, length, rows, verdicts
+from nestfed.reproduce import cells, draw, header, length, outdated, rows, verdicts
 from nestfed.reproductions.base import Evidence
 from nestfed.reproductions.papers import REPRODUCTIONS
 
 RECORDS = "records.jsonl"
+CURVES = "curves.png"
 
 
-def collect(source: Path, papers: Path, figures: Path) -> list[str]:
+def collect(source: Path, papers: Path, pictures: Path) -> list[str]:
     """Copy the records of reproductions (not of quick ones) into `papers`/NAME and their figures; return the names."""
     names = []
     for path in sorted(source.glob(f"*/{RECORDS}")):
@@ -27,8 +28,8 @@ def collect(source: Path, papers: Path, figures: Path) -> list[str]:
         place = papers / evidence.name
         place.mkdir(parents=True, exist_ok=True)
         for figure in evidence.numbers.get("figures", ()):
-            figures.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path.parent / figure, figures / f"{evidence.name}-{figure}")
+            pictures.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path.parent / figure, pictures / f"{evidence.name}-{figure}")
         evidence.write(place / RECORDS)
         names.append(evidence.name)
     return names
@@ -36,6 +37,11 @@ def collect(source: Path, papers: Path, figures: Path) -> list[str]:
 
 def _has_full(source: Path, name: str) -> bool:
     return (source / f"{name}-full" / RECORDS).exists()
+
+
+def figures(evidence: Evidence) -> list[str]:
+    """Return the pictures of a reproduction: its own, or else the curves, which are drawn from the records."""
+    return list(evidence.numbers.get("figures", ())) or [CURVES] * bool(evidence.runs)
 
 
 def held(papers: Path) -> dict[str, Evidence]:
@@ -115,12 +121,14 @@ def _section(evidence: Evidence) -> list[str]:
         told += [seeds, f"{minutes:.0f} minutes of rounds, tuning included"]
     told.append(meta["machine"])
     departs = f" Differs from the paper: {meta['departs']}" if meta["departs"] else ""
-    text += [f"{'; '.join(told)}.{departs}", ""]
+    old = outdated(evidence)
+    changed = f" **Settings have been changed since: {', '.join(old)}.**" if old else ""
+    text += [f"{'; '.join(told)}.{departs}{changed}", ""]
     for data in evidence.data():
         lines = rows(evidence, data)
         text += [f"**{data}** ({length(lines)})", ""]
         text += _table(header(evidence, data), [cells(row, evidence, data) for row in lines])
-    for figure in evidence.numbers.get("figures", ()):
+    for figure in figures(evidence):
         text += [f"![{evidence.name}](figures/{evidence.name}-{figure})", ""]
     return text
 
@@ -140,6 +148,9 @@ def write(source: Path, papers: Path, page: Path) -> list[str]:
         raise NestfedError(f"{papers} is no directory; run this from the root of the project.")
     collect(source, papers, page.parent / "figures")
     found = held(papers)
+    for name, evidence in found.items():
+        if CURVES in figures(evidence):
+            draw(evidence, page.parent / "figures" / f"{name}-{CURVES}")
     write_atomically(papers / "results.json", (json.dumps(table(found), indent=1) + "\n").encode())
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, markdown(found).encode())

@@ -17,37 +17,69 @@ AXES = {
     "bytes": "bytes sent, up and down",
 }
 COLOURS = ("#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#5c636a", "#c2255c", "#e6a700", "#1c7ed6", "#66a80f", "#343a40")
+Runs = Mapping[str, Sequence[Sequence[Record]]]
+"""The histories of each method, one per seed."""
 
 
-def curves(runs: Mapping[str, Sequence[Sequence[Record]]], metric: str, path: Path, title: str = "") -> Path:
+def curves(runs: Runs, metric: str, path: Path, title: str = "") -> Path:
     """Draw a metric against rounds, examples and bytes: the mean over seeds, and a band of one deviation."""
     plt = pyplot()
-    shown = {name: [series(h, metric) for h in histories] for name, histories in runs.items()}
+    shown = _shown(runs, metric)
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.9), sharey=True, layout="constrained")
-    for panel, (axis, label) in zip(panels, AXES.items()):
-        for colour, (name, all_seeds) in zip(_cycle(COLOURS, len(shown)), shown.items()):
-            length = min(len(s["value"]) for s in all_seeds)
-            across = np.mean([s[axis][:length] for s in all_seeds], 0)
-            values = np.array([s["value"][:length] for s in all_seeds])
-            mean, deviation = values.mean(0), values.std(0)
-            panel.plot(across, mean, color=colour, label=name, linewidth=1.8)
-            if len(values) > 1:
-                panel.fill_between(across, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
-        panel.set_xlabel(label)
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.ticklabel_format(axis="x", style="sci", scilimits=(0, 4), useMathText=True)
-    finals = [v for s in shown.values() for one in s for v in one["value"]]
-    # The start is far below; what tells methods apart is the upper part.
-    if finals and max(finals) <= 1 and min(finals) >= 0:
-        late = [one["value"][max(1, len(one["value"]) // 4) :] for s in shown.values() for one in s]
-        low = min((min(values) for values in late if len(values)), default=min(finals))
-        panels[0].set_ylim(max(0.0, low - 0.05), min(1.0, max(finals) + 0.02))
+    for panel, axis in zip(panels, AXES):
+        _draw(panel, shown, axis)
+        panel.set_xlabel(AXES[axis])
     panels[0].set_ylabel(metric)
     panels[-1].legend(frameon=False, loc="lower right")
     if title:
         figure.suptitle(title, fontsize=11)
     return save(figure, path)
+
+
+def overview(cases: Mapping[str, Runs], metrics: Sequence[str], path: Path) -> Path:
+    """Draw metrics against rounds, a panel for each case, in as many rows as look well."""
+    plt = pyplot()
+    drawn = [(metric, case, _shown(runs, metric)) for metric in metrics for case, runs in cases.items()]
+    across = min(len(cases), 3)
+    down = -(-len(drawn) // across)
+    figure, panels = plt.subplots(
+        down, across, figsize=(max(5.2, 4 * across), 3.2 * down + 0.3), squeeze=False, layout="constrained"
+    )
+    for panel, (metric, case, shown) in zip(panels.flat, drawn):
+        _draw(panel, shown, "round")
+        panel.set_title(case, fontsize=10)
+        panel.set_ylabel(metric)
+    for panel in panels[-1]:
+        panel.set_xlabel(AXES["round"])
+    names = list(dict.fromkeys(name for _, _, shown in drawn for name in shown))
+    handles = [plt.Line2D([], [], color=COLOURS[i % len(COLOURS)], label=name) for i, name in enumerate(names)]
+    figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=min(2 * across + 1, len(names)))
+    return save(figure, path)
+
+
+def _shown(runs: Runs, metric: str) -> dict[str, list[dict[str, Any]]]:
+    return {name: [series(h, metric) for h in histories] for name, histories in runs.items()}
+
+
+def _draw(panel: Any, shown: Mapping[str, Sequence[Mapping[str, Any]]], axis: str) -> None:
+    for i, (name, all_seeds) in enumerate(shown.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        length = min(len(s["value"]) for s in all_seeds)
+        across = np.mean([s[axis][:length] for s in all_seeds], 0)
+        values = np.array([s["value"][:length] for s in all_seeds])
+        mean, deviation = values.mean(0), values.std(0)
+        panel.plot(across, mean, color=colour, label=name, linewidth=1.8)
+        if len(values) > 1:
+            panel.fill_between(across, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.ticklabel_format(axis="x", style="sci", scilimits=(0, 4), useMathText=True)
+    finals = [v for s in shown.values() for one in s for v in one["value"]]
+    # The start is far below; what tells methods apart is the upper part.
+    if finals and max(finals) <= 1 and min(finals) >= 0:
+        late = [one["value"][max(1, len(one["value"]) // 4) :] for s in shown.values() for one in s]
+        low = min((min(values) for values in late if len(values)), default=min(finals))
+        panel.set_ylim(max(0.0, low - 0.05), min(1.0, max(finals) + 0.02))
 
 
 def series(history: Sequence[Record], metric: str) -> dict[str, Any]:
@@ -60,6 +92,3 @@ def series(history: Sequence[Record], metric: str) -> dict[str, Any]:
         "bytes": [r["bytes_up"] + r["bytes_down"] for r in rows],
     }
 
-
-def _cycle(colours: Sequence[str], count: int) -> list[str]:
-    return [colours[i % len(colours)] for i in range(count)]

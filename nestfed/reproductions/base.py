@@ -120,6 +120,10 @@ class Evidence:
             raise Missing(f"{method} was not run on {data}")
         return found
 
+    def metric(self, data: str) -> str:
+        """Return the name of a case's metric."""
+        return next(r.metric for r in self.runs if r.data == data)
+
     def finals(self, data: str, method: str) -> list[float]:
         """Return the last value for every seed."""
         return [r.final for r in self.of(data, method)]
@@ -297,7 +301,8 @@ class Reproduction:
     """The data sets."""
     also: tuple[str, ...] = ()
     """Further metrics for the table."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    losses: bool = False
+    """The training loss is one quantity for all methods, and the paper draws it."""
 
     def at(self, budget: str, seeds: int = 0) -> Budget:
         """Return a budget, with another number of seeds if one is given."""

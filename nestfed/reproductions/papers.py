@@ -82,6 +82,10 @@ OMNIGLOT_SMALL: Mapping[str, Any] = {
     "run.participation": 4,
     "problem.clip": 1.0,
 }
+OMNIGLOT_STEPS = (
+    "Steps of 0.1, 0.3 and 1: of the paper's steps, 0.1, 0.05 and 0.01, every method had chosen the largest before, which took all of "
+    "them to 66 % (1-shot, 40 rounds) and 64 % (5-shot, 12 rounds)."
+)
 
 
 def _omniglot(name: str, experiment: str, title: str, data: str, rounds: int, every: int, full: float) -> Reproduction:
@@ -110,9 +114,9 @@ def _omniglot(name: str, experiment: str, title: str, data: str, rounds: int, ev
                 trial_rounds=rounds // 2,
                 memory=2.0,
                 departs=f"{rounds} rounds, trials of {rounds // 2}; 4 of the 16 clients take part in a round, with one task an iteration; 5 queries "
-                "a class; gradients clipped at 1; 9 trials of each method (all that there are, but for Local-SCGDM, which has 27).",
+                f"a class; gradients clipped at 1; 9 trials of each method (all that there are, but for Local-SCGDM, which has 27). {OMNIGLOT_STEPS}",
             ),
-            "full": Budget(seeds=3, factor=full, memory=4.0),
+            "full": Budget(seeds=3, factor=full, memory=4.0, departs=OMNIGLOT_STEPS),
         },
         claims=[
             Claim(
@@ -214,7 +218,7 @@ AUROC = {
     "Tiny-ImageNet": {"coda": 0.6864, "momentum-local-sgda": 0.6896, "codasca": 0.6791, "fmgda": 0.6905},
 }
 AUROC_CASES = (
-    Case("Fashion-MNIST", "fmgda-table2-fashion", published=AUROC["Fashion-MNIST"], higher=0.95),
+    Case("Fashion-MNIST", "fmgda-table2-fashion", published=AUROC["Fashion-MNIST"], higher=0.94),
     Case("CIFAR-10", "fmgda-table2-cifar10", published=AUROC["CIFAR-10"], higher=0.65),
     Case("Tiny-ImageNet", "tiny-imagenet-auroc", published=AUROC["Tiny-ImageNet"], higher=0.72),
 )
@@ -419,7 +423,7 @@ ACCURACY = {
         "fedavg": 0.7958, "scaffold": 0.8034, "stem": 0.8053, "fedadam": 0.8040, "fedams": 0.8015, "fafed": 0.8188,
     },
 }  # fmt: skip
-HIGHER = {"Fashion-MNIST, low": 0.89, "Fashion-MNIST, high": 0.85}
+HIGHER = {"Fashion-MNIST, low": 0.882, "Fashion-MNIST, high": 0.85}
 ACCURACY_GRIDS = (
     "Every method has six points of its own in the place of the paper's one grid of step sizes, around those that are of use "
     "to it (see the experiment files); momentum weights are tuned for STEM and, one of two, for FAFED."
@@ -475,6 +479,7 @@ FAFED_PAPER = [
         cases=[Case(LANGUAGE, "wikitext-small")],
         needs=("wikitext-2",),
         also=("perplexity",),
+        losses=True,
     ),
     Reproduction(
         "fafed-table2",
@@ -518,6 +523,7 @@ FAFED_PAPER = [
         ],
         cases=LEVELS,
         needs=("fashion-mnist", "mnist", "cifar-10"),
+        losses=True,
     ),
 ]  # fmt: skip
 

@@ -36,10 +36,11 @@ app.command("train")(train_command)
 app.command("predict")(predict_command)
 app.command("lr-find")(lr_find_command)
 
+File = Annotated[str, typer.Argument(help="An experiment file, or one of `nestfed list`.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, such as algorithm.alpha=0.1 run.rounds=50.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Directory of the run [default: runs/NAME-DIGEST].")]
+Out = Annotated[Path | None, typer.Option("--out", help="Directory of the run.", show_default="runs/NAME-DIGEST")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard event files beside the records.")]
 
 
@@ -108,7 +109,7 @@ def _sent(family: str, fields: tuple[str, ...]) -> str:
 
 @app.command("run")
 def run_(
-    file: str,
+    file: File,
     overrides: Overrides = None,
     out: Out = None,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a round goes.")] = False,
@@ -169,13 +170,16 @@ def _profile(laps: dict[str, float]) -> None:
 
 @app.command("compare")
 def compare_(
-    file: str,
+    file: File,
     overrides: Overrides = None,
     algorithms: Annotated[
-        str, typer.Option(help="Methods of the file or of the library, separated by commas [default: all of the file].")
+        str,
+        typer.Option(
+            help="Methods of the file or of the library, separated by commas.", show_default="all of the file"
+        ),
     ] = "",
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
-    workers: Annotated[int, typer.Option(help="Processes at once [default: one per core].")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes at once.", show_default="one per core")] = 0,
     out: Out = None,
     tensorboard: TensorBoard = False,
 ) -> None:
@@ -190,13 +194,13 @@ def compare_(
 
 @app.command("tune")
 def tune_(
-    file: str,
+    file: File,
     overrides: Overrides = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="A method of the file; may be repeated [default: all].")
+        list[str] | None, typer.Option(help="A method of the file; may be repeated.", show_default="all")
     ] = None,
-    trials: Annotated[int, typer.Option(help="Trials for each method [default: its whole grid].")] = 0,
-    workers: Annotated[int, typer.Option(help="Processes at once [default: one per core].")] = 0,
+    trials: Annotated[int, typer.Option(help="Trials for each method.", show_default="its whole grid")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes at once.", show_default="one per core")] = 0,
     out: Out = None,
 ) -> None:
     """Tune methods on their grids by validation data; the same command goes on with what is unfinished."""
@@ -219,7 +223,7 @@ def reproduce_(
     budget: Annotated[
         str, typer.Option(help="quick (a rehearsal), standard, or full (the paper's size).")
     ] = "standard",
-    seeds: Annotated[int, typer.Option(help="How many seeds [default: those of the budget].")] = 0,
+    seeds: Annotated[int, typer.Option(help="How many seeds.", show_default="those of the budget")] = 0,
     out: Annotated[Path, typer.Option("--out", help="Directory of all reproductions.")] = Path("runs/reproduce"),
     list_: Annotated[bool, typer.Option("--list", help="Show what there is, and what each needs.")] = False,
 ) -> None:
@@ -415,7 +419,7 @@ Folder = Annotated[Path | None, typer.Option(help="Where the files are.")]
 
 @data_app.command("check")
 def data_check(
-    name: Annotated[str, typer.Argument(help="A data set [default: all that are on this machine].")] = "",
+    name: Annotated[str, typer.Argument(help="A data set.", show_default="all that are on this machine")] = "",
     folder: Folder = None,
 ) -> None:
     """Compare files with their published checksums."""

@@ -36,7 +36,7 @@ def train_command(
     q: Q = 10,
     hidden: Hidden = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="Directory [default: runs/train-TARGET].")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory.", show_default="runs/train-TARGET")] = None,
 ) -> None:
     """Train a model over sites with one table each, compare it with FedAvg and local training, and write a report."""
     from nestfed import handover, train

@@ -216,3 +216,12 @@ def test_list_theory_and_cite(here: Here) -> None:
     assert "@inproceedings" in here("cite", "fafed")[1]
     here.refused(("cite", "fafad"), "fafed")
     here.refused(("theory", "fcsg", "--N", "many"), "--N")
+
+
+def test_help_tells_what_arguments_and_defaults_mean(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """typer and click, in versions that do not fit each other, leave the help of arguments out without a word."""
+    monkeypatch.setenv("COLUMNS", "200")
+    _, told, _ = here("reproduce", "--help")
+    assert "A figure or table, such as fcsg-table2; see --list." in told
+    assert "[default: (those of the budget)]" in told
+    assert "An experiment file, or one of `nestfed list`." in here("compare", "--help")[1]

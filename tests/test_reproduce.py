@@ -371,7 +371,7 @@ def _only_fedavg(case: Case, budget: Budget) -> Any:
     return experiment
 
 
-def test_a_small_one_from_end_to_end(tiny: str, tmp_path: Path) -> None:
+def test_a_small_one_from_end_to_end(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     evidence, place = work.reproduce(tiny, "standard", 0, tmp_path, workers=1, tell=said.append)
     assert place == tmp_path / "tiny-standard"
@@ -409,6 +409,17 @@ def test_a_small_one_from_end_to_end(tiny: str, tmp_path: Path) -> None:
     assert "Not run yet: `nestfed reproduce fmgda-figure1`" in text
     assert results.write(tmp_path / "nowhere", shelf, tmp_path / "docs" / "results.md") == ["tiny"], "rebuilt from them"
     assert (tmp_path / "docs" / "results.md").read_text() == text
+    assert "![tiny](figures/tiny-curves.png)" in text
+    assert (tmp_path / "docs" / "figures" / "tiny-curves.png").stat().st_size > 5000
+
+    # Records of other settings than those at hand say so.
+    assert "Settings have been changed since" not in text
+    assert work.outdated(more) == []
+    with monkeypatch.context() as later:
+        wider = replace(TINY.budgets["standard"], trials=3)
+        later.setitem(papers.REPRODUCTIONS, "tiny", replace(TINY, budgets={"standard": wider}))  # type: ignore[arg-type]
+        assert work.outdated(more) == ["digits"]
+        assert "**Settings have been changed since: digits.**" in results.markdown({"tiny": more})
 
 
 def test_the_page_of_results_is_that_of_the_records() -> None:

@@ -62,7 +62,7 @@ def local_(
     sites: Sites = 4,
     method: Method = "",
     out: Annotated[Path | None, typer.Option("--out", help="Directory of the run.")] = None,
-    min_sites: Annotated[int, typer.Option(help="Fewer answers make no round [default: all].")] = 0,
+    min_sites: Annotated[int, typer.Option(help="Fewer answers make no round.", show_default="all")] = 0,
     deadline: Annotated[float, typer.Option(help="Seconds for a round.")] = 600.0,
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and keys; loopback only.")] = False,
 ) -> None:

@@ -91,4 +91,3 @@ def series(history: Sequence[Record], metric: str) -> dict[str, Any]:
         "examples": [r["examples"] for r in rows],
         "bytes": [r["bytes_up"] + r["bytes_down"] for r in rows],
     }
-

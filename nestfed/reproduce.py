@@ -78,6 +78,8 @@ def reproduce(
     pyplot()  # better now than after hours
     amount = found.at(budget, seeds)
     if only:
+        if unknown := [data for data in only if data not in [case.data for case in found.cases]]:
+            raise NestfedError(f"{name} has no case {unknown[0]!r}; it has {', '.join(c.data for c in found.cases)}.")
         amount = replace(amount, cases=tuple(only))
     place = out / f"{name}-{budget}"
     place.mkdir(parents=True, exist_ok=True)
@@ -119,6 +121,7 @@ def _digest(experiment: Experiment, budget: Budget, case: Case) -> str:
     """Return a short name of all that decides the runs of a case, but for the number of seeds."""
     told = [experiment.resolved(), experiment.methods, budget.trials, case.splits]
     told += [budget.trial_rounds] if 0 < budget.trial_rounds < experiment.run.rounds else []
+    told += [budget.trial_seeds, budget.stopping] if (budget.trial_seeds, budget.stopping) != (1, True) else []
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -154,8 +157,14 @@ def _carry_out(
     tell: Callable[[str], None],
 ) -> list[Part]:
     names = list(experiment.methods)
-    how: dict[str, Any] = {"trials": budget.trials, "trial_rounds": budget.trial_rounds, "stopping": True}
-    how |= {"workers": workers, "tell": tell}
+    how: dict[str, Any] = {
+        "trials": budget.trials,
+        "trial_rounds": budget.trial_rounds,
+        "trial_seeds": budget.trial_seeds,
+        "stopping": budget.stopping,
+        "workers": workers,
+        "tell": tell,
+    }
     if not case.splits:
         return [Part(experiment, folder, *compare(experiment, names, budget.seeds, folder, **how))]
     parts = []
@@ -442,7 +451,7 @@ def minutes(found: Reproduction, budget: str) -> float:
         for name in experiment.methods:
             run = experiment.for_method(name).run
             times = 2.0 if name in TWICE else 1.0
-            trained, processes = _trial_rounds(experiment, name, amount.trials, amount.trial_rounds)
+            trained, processes = _trial_rounds(experiment, name, amount)
             if case.splits:
                 trained, processes = trained * amount.seeds, processes * amount.seeds
             judged = VALIDATION * (trained / run.every + processes) + amount.seeds * (run.rounds / run.every + 1)
@@ -456,18 +465,18 @@ def minutes(found: Reproduction, budget: str) -> float:
     return total / 60 / CORES
 
 
-def _trial_rounds(experiment: Experiment, method: str, trials: int, most: int = 0) -> tuple[float, int]:
+def _trial_rounds(experiment: Experiment, method: str, budget: Budget) -> tuple[float, int]:
     """Return how many rounds all trials of a method take together, and how many processes."""
     space = search_space(experiment, method)
     if all(d.single() for d in space.values()):
         return 0.0, 0
-    start = number(space, trials)
+    start = number(space, budget.trials)
     run = experiment.for_method(method).run
-    rounds = trial_rounds(experiment.for_method(method), most)
-    stops = [*pauses(rounds, run.every), rounds]
+    rounds = trial_rounds(experiment.for_method(method), budget.trial_rounds)
+    stops = [*(pauses(rounds, run.every) if budget.stopping else []), rounds]
     done, total, processes = 0, 0.0, 0
     for i, stop in enumerate(stops):
-        alive = math.ceil(start / 2**i)
+        alive = math.ceil(start / 2**i) * budget.trial_seeds
         total += alive * (stop - done)
         processes += alive if stop > done else 0
         done = stop

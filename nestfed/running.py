@@ -337,20 +337,22 @@ def compare(
     trials: int = 0,
     trial_rounds: int = 0,
     stopping: bool = False,
+    trial_seeds: int = 1,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[str, list[Outcome]]:
     """Tune every method by the validation metric (see `nestfed.tuning`), then run it with every seed.
 
-    Tuning sees validation data only and seeds that are not reported; trials have up to `trial_rounds` rounds (0: all),
-    and with `stopping` the worse half of them stops early. Return the metric and an outcome per method.
+    Tuning sees validation data only and seeds that are not reported; trials have up to `trial_rounds` rounds (0: all)
+    with each of `trial_seeds` seeds, and with `stopping` the worse half of them stops early. Return the metric and an
+    outcome per method.
     """
     from nestfed.tuning import tune
 
     workers = workers or os.cpu_count() or 1
     if seeds < 1:
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
-    how: dict[str, Any] = {"trials": trials, "rounds": trial_rounds, "stopping": stopping}
+    how: dict[str, Any] = {"trials": trials, "rounds": trial_rounds, "stopping": stopping, "seeds": trial_seeds}
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         metric, tuned = tune(experiment, methods, out, workers=workers, tell=tell, **how)

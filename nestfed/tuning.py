@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -130,23 +131,29 @@ class _Search:
     """The rounds at which trials pause, and that of their end."""
     judge: str
     out: Path
+    seeds: int
+    """Every trial is run with so many seeds, and judged by their mean."""
 
     def settings(self, trial: FrozenTrial) -> dict[str, Any]:
         return _settings(self.experiment, self.method, trial.params)
 
-    def job(self, trial: FrozenTrial, until: int) -> Job:
-        # What the run would output does not matter here, and "uniform" could not pause.
-        fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed, "run.output": "last"}
-        tables = self.variant.with_overrides({**self.settings(trial), **fixed}).source
-        tables = {k: v for k, v in tables.items() if k != "methods"}
-        return Job(tables, self.out / self.method / f"trial-{trial.number:03d}", until, tuning=True)
+    def jobs(self, trial: FrozenTrial, until: int) -> list[Job]:
+        made = []
+        for s in range(self.seeds):
+            # What the run would output does not matter here, and "uniform" could not pause.
+            fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed + s, "run.output": "last"}
+            tables = self.variant.with_overrides({**self.settings(trial), **fixed}).source
+            tables = {k: v for k, v in tables.items() if k != "methods"}
+            name = f"trial-{trial.number:03d}" + (f"-again-{s}" if s else "")
+            made.append(Job(tables, self.out / self.method / name, until, tuning=True))
+        return made
 
     def running(self) -> list[FrozenTrial]:
         return self.study.get_trials(states=(TrialState.RUNNING,))
 
-    def judged(self, jobs: Mapping[int, Job], step: int, errors: Mapping[Path, str]) -> None:
+    def judged(self, jobs: Mapping[int, Sequence[Job]], step: int, errors: Mapping[Path, str]) -> None:
         """Report every running trial's value at a round, then stop those that are not to go on."""
-        failed = {number: errors[job.out] for number, job in jobs.items() if job.out in errors}
+        failed = {number: errors[job.out] for number, runs in jobs.items() for job in runs if job.out in errors}
         if len(failed) == len(jobs) and not self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
             raise NestfedError(f"Every trial of {self.method} failed, the first with: {failed[min(failed)]}")
         for number in failed:
@@ -154,7 +161,7 @@ class _Search:
         going = {t.number: t for t in self.running() if t.number in jobs}
         for number, trial in going.items():
             if step not in trial.intermediate_values:
-                value = validation(jobs[number].out, self.judge, step)
+                value = fmean(validation(job.out, self.judge, step) for job in jobs[number])
                 optuna.trial.Trial(self.study, trial._trial_id).report(value, step)
         for trial in self.running():
             if trial.number in going:
@@ -234,14 +241,22 @@ def _storage(path: Path) -> JournalStorage:
 
 
 def _open(
-    experiment: Experiment, method: str, variant: Experiment, judge: str, out: Path, trials: int, stopping: bool
+    experiment: Experiment,
+    method: str,
+    variant: Experiment,
+    judge: str,
+    out: Path,
+    trials: int,
+    stopping: bool,
+    seeds: int,
 ) -> _Search:
     """Return a method's study, new or gone on with, with all its trials drawn."""
     space = search_space(experiment, method)
     count = number(space, trials)
     rungs = pauses(variant.run.rounds, variant.run.every) if stopping else []
     grid = experiment.methods[method]["grid"]
-    told = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs], sort_keys=True)
+    several = [seeds] if seeds > 1 else []
+    told = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs, *several], sort_keys=True)
     identity = hashlib.sha256(told.encode()).hexdigest()
     study = optuna.create_study(
         study_name=method,
@@ -255,7 +270,7 @@ def _open(
     study.set_user_attr("identity", identity)
     for params in drawn(space, count)[len(study.trials) :]:
         study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=space))
-    return _Search(method, experiment, variant, study, (*rungs, variant.run.rounds), judge, out)
+    return _Search(method, experiment, variant, study, (*rungs, variant.run.rounds), judge, out, seeds)
 
 
 def tune(
@@ -266,14 +281,15 @@ def tune(
     trials: int = 0,
     rounds: int = 0,
     stopping: bool = True,
+    seeds: int = 1,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[str, dict[str, Tuned]]:
     """Let every method try settings, and choose the best by validation data; return the metric and what was found.
 
     `trials` is the number for each method (0: its whole grid; one with fewer points tries them all), `rounds` how long
-    each may be (0: as long as a run). Without `stopping` every trial runs to its end. The same call goes on with what
-    is in `out`.
+    each may be (0: as long as a run). Without `stopping` every trial runs to its end. With several `seeds` a trial is judged
+    by the mean over them. The same call goes on with what is in `out`.
     """
     from nestfed.assemble import assemble
 
@@ -297,7 +313,9 @@ def tune(
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         searches = [
-            _open(experiment, n, variants[n], judges[n], out, trials, stopping) for n in methods if n not in found
+            _open(experiment, n, variants[n], judges[n], out, trials, stopping, seeds)
+            for n in methods
+            if n not in found
         ]
         _search(searches, workers or os.cpu_count() or 1, tell)
     found |= {s.method: s.outcome() for s in searches}
@@ -308,10 +326,10 @@ def _search(searches: Sequence[_Search], workers: int, tell: Callable[[str], Non
     """Carry out all trials, stage by stage."""
     for stage in range(max((len(s.plan) for s in searches), default=0)):
         todo = {
-            s.method: {t.number: s.job(t, s.plan[stage]) for t in s.running()} for s in searches if stage < len(s.plan)
+            s.method: {t.number: s.jobs(t, s.plan[stage]) for t in s.running()} for s in searches if stage < len(s.plan)
         }
         errors: dict[Path, str] = {}
-        jobs = [job for of_method in todo.values() for job in of_method.values()]
+        jobs = [job for of_method in todo.values() for of_trial in of_method.values() for job in of_trial]
         total, count = sum(not job.done() for job in jobs), itertools.count(1)
 
         def on_trial(job: Job, error: NestfedError | None, errors: dict[Path, str] = errors, of: int = total) -> None:

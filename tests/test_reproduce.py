@@ -118,10 +118,10 @@ def test_listing_and_times() -> None:
 def test_time_is_rounds_times_measured_seconds() -> None:
     """A method's trials by hand: the better half goes on after rounds 5 and 10 of 20."""
     experiment = Case("x", "fcsg-table2-mnist").build(Budget(changes={"run.rounds": 20, "run.every": 5}))
-    assert work._trial_rounds(experiment, "fcsg", 0) == (4 * 5 + 2 * 5 + 1 * 10, 7)
-    assert work._trial_rounds(experiment, "fcsg", 3) == (3 * 5 + 2 * 5 + 1 * 10, 6)
+    assert work._trial_rounds(experiment, "fcsg", Budget()) == (4 * 5 + 2 * 5 + 1 * 10, 7)
+    assert work._trial_rounds(experiment, "fcsg", Budget(trials=3)) == (3 * 5 + 2 * 5 + 1 * 10, 6)
     sine = Case("x", "sine").build(Budget())
-    assert work._trial_rounds(sine, "local-bsgd", 3) == (0.0, 0)
+    assert work._trial_rounds(sine, "local-bsgd", Budget(trials=3)) == (0.0, 0)
 
 
 def test_a_sweep_over_local_steps_keeps_the_iterations() -> None:

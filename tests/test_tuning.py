@@ -93,6 +93,25 @@ def test_trials_may_be_shorter_than_runs(tmp_path: Path) -> None:
     assert metric in outcomes[0].histories[0][-1]
 
 
+def test_a_trial_with_several_seeds_is_judged_by_their_mean(tmp_path: Path) -> None:
+    experiment = small(fedavg=ETAS)
+    _, tuned = tune(experiment, ["fedavg"], tmp_path, seeds=2, stopping=False, workers=1)
+    values = []
+    for n, trial in enumerate(tuned["fedavg"].trials):
+        places = [tmp_path / "fedavg" / name for name in (f"trial-{n:03d}", f"trial-{n:03d}-again-1")]
+        assert [json.loads((p / "experiment.json").read_text())["run"]["seed"] for p in places] == [
+            TUNING_SEED,
+            TUNING_SEED + 1,
+        ]
+        ends = [read_record(p / "record.jsonl")[-1]["val_ap"] for p in places]
+        assert ends[0] != ends[1]
+        values.append(sum(ends) / 2)
+        assert trial.value == pytest.approx(values[-1])
+    assert tuned["fedavg"].chosen == tuned["fedavg"].trials[values.index(max(values))].settings
+    with pytest.raises(NestfedError, match="holds another tuning"):
+        tune(experiment, ["fedavg"], tmp_path, stopping=False, workers=1)
+
+
 def test_only_validation_metrics_are_read(tmp_path: Path) -> None:
     """With test metrics that say the opposite, the same is chosen."""
     experiment = small(fedavg=ETAS)

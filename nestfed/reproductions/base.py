@@ -271,6 +271,10 @@ class Budget:
     """What differs from the paper at this budget."""
     trial_rounds: int = 0
     """Rounds of a trial; 0 is as many as in a run."""
+    trial_seeds: int = 1
+    """Seeds of a trial, which is judged by their mean."""
+    stopping: bool = True
+    """The worse half of the trials stops early."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """The factor of single cases, by name."""
 

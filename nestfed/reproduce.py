@@ -130,8 +130,13 @@ def outdated(evidence: Evidence) -> list[str]:
     found = find(evidence.name)
     budget = found.at(evidence.budget)
     runs = {case.data: _folder(case, budget, case.build(budget)) for case in found.chosen(budget)}
-    told = evidence.meta["folders"]
+    told = evidence.meta.get("folders", {})
     return [data for data in evidence.data() if data not in runs or told.get(data) != str(runs[data])]
+
+
+def departs(evidence: Evidence) -> str:
+    """Return what differs from the paper: as we say it now, or, for settings that have changed, as it was said then."""
+    return evidence.meta["departs"] if outdated(evidence) else find(evidence.name).at(evidence.budget).departs
 
 
 def _folder(case: Case, budget: Budget, experiment: Experiment) -> Path:
@@ -240,6 +245,7 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
     methods = evidence.methods(data)
     means = {m: fmean(evidence.finals(data, m)) for m in methods}
     also = find(evidence.name).also
+    offered = _offered(evidence, data)
     table = []
     for method in methods:
         runs = evidence.of(data, method)
@@ -257,7 +263,10 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
                 "difference": None if known is None else means[method] - known,
                 "rounds": max(r.curve[-1].round for r in runs),
                 "trials": runs[0].trials,
-                "chosen": {k: list(dict.fromkeys(_setting(r.chosen[k]) for r in runs)) for k in runs[0].chosen},
+                "chosen": {
+                    k: list(dict.fromkeys(_setting(r.chosen[k], offered.get(method, {}).get(k, [])) for r in runs))
+                    for k in runs[0].chosen
+                },
                 "diverged": sum(r.diverged for r in runs),
                 "to_published": reached(runs, min(means.values()) if known is None else known),
                 "to_higher": None if higher is None else reached(runs, higher),
@@ -268,11 +277,30 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
     return table
 
 
-def _setting(value: Any) -> str:
-    """Return a setting as text; a schedule is a table."""
+def _offered(evidence: Evidence, data: str) -> dict[str, dict[str, Sequence[float]]]:
+    """Return the numbers that each method could choose from, of step sizes and of whatever had at least three."""
+    found = find(evidence.name)
+    budget = found.at(evidence.budget)
+    case = next((c for c in found.chosen(budget) if c.data == data), None)
+    if case is None or data in outdated(evidence):
+        return {}
+    grids = {method: table.get("grid", {}) for method, table in case.build(budget).methods.items()}
+    return {
+        method: {
+            k: given
+            for i, (k, given) in enumerate(grid.items())
+            if isinstance(given, list) and (i == 0 or len(given) > 2) and all(isinstance(v, int | float) for v in given)
+        }
+        for method, grid in grids.items()
+    }
+
+
+def _setting(value: Any, offered: Sequence[float]) -> str:
+    """Return a setting as text, marked if it is at the end of what was on offer; a schedule is a table."""
     if isinstance(value, Mapping):
         return f"({', '.join(f'{k} {v:.3g}' for k, v in value.items())})"
-    return str(value)
+    ends = {max(offered): " (largest)", min(offered): " (smallest)"} if len(offered) > 1 else {}
+    return f"{value}{ends.get(value, '')}"
 
 
 def cost(found: Mapping[str, Any] | None, what: str) -> str:
@@ -363,7 +391,7 @@ def page(evidence: Evidence, place: Path, pages: Mapping[str, Page]) -> Page:
     facts = {
         "reproduction": f"{evidence.name}, budget {evidence.budget}",
         "seeds": str(meta["seeds"]) if evidence.runs else "",
-        "differs from the paper": meta["departs"],
+        "differs from the paper": departs(evidence),
         "time": ", ".join(f"{d} {s / 60:.1f} minutes of rounds" for d, s in meta["seconds"].items()),
         "versions": meta["versions"],
         "machine": meta["machine"],
@@ -398,7 +426,9 @@ def _note(table: Sequence[Mapping[str, Any]]) -> str:
 def _curves(evidence: Evidence, data: str) -> Curves:
     from nestfed.report.summary import curves_of_runs
 
-    return curves_of_runs(histories(evidence, data), [evidence.metric(data), "loss"], data)
+    # The loss that a meta-learner records is not the same quantity for all methods.
+    meta = any(run.training is not None for run in evidence.runs if run.data == data)
+    return curves_of_runs(histories(evidence, data), [evidence.metric(data), *([] if meta else ["loss"])], data)
 
 
 def histories(evidence: Evidence, data: str) -> dict[str, list[list[Record]]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.checkpoint import write_atomically
-from nestfed.reproduce import cells, draw, header, length, outdated, rows, verdicts
+from nestfed.reproduce import cells, departs, draw, header, length, outdated, rows, verdicts
 from nestfed.reproductions.base import Evidence
 from nestfed.reproductions.papers import REPRODUCTIONS
 
@@ -27,12 +28,28 @@ def collect(source: Path, papers: Path, pictures: Path) -> list[str]:
             continue
         place = papers / evidence.name
         place.mkdir(parents=True, exist_ok=True)
+        if (place / RECORDS).exists():
+            evidence = _joined(Evidence.read(place / RECORDS), evidence)
         for figure in evidence.numbers.get("figures", ()):
             pictures.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path.parent / figure, pictures / f"{evidence.name}-{figure}")
         evidence.write(place / RECORDS)
         names.append(evidence.name)
     return names
+
+
+def _joined(old: Evidence, new: Evidence) -> Evidence:
+    """Return new records with the cases of the old ones that they lack, if both are of one budget."""
+    kept = [data for data in old.data() if data not in new.data()]
+    if old.budget != new.budget or not new.runs or not kept:
+        return new
+    runs = [*new.runs, *(run for run in old.runs if run.data in kept)]
+    order = {case.data: i for i, case in enumerate(REPRODUCTIONS[new.name].cases)}
+    runs.sort(key=lambda run: order.get(run.data, len(order)))
+    parts = {
+        k: {**{d: old.meta[k][d] for d in kept if d in old.meta[k]}, **new.meta[k]} for k in ("seconds", "folders")
+    }
+    return replace(new, runs=runs, meta={**new.meta, **parts})
 
 
 def _has_full(source: Path, name: str) -> bool:
@@ -87,9 +104,12 @@ def markdown(found: dict[str, Evidence]) -> str:
         "- **Costs** are those of the first evaluation at which a seed had reached the target, of all clients together; where nothing is",
         "  published the target is the lowest of the final means. *(2 of 3)* is the mean of the seeds that reached it; – means that none did.",
         "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of its values seed by seed excludes 0. A claim that the",
-        "  seeds neither contradict nor bear out is *not confirmed (within the spread)*; what was not run is *not testable here*. The training",
+        "  seeds neither contradict nor bear out is *not confirmed (within the spread)*; what was not run is *not testable here*. Whether",
+        "  published values are reached, and who is first at how many evaluations, is told of means. The training",
         "  loss is that of the last three evaluated rounds; of meta-learners that of the last model, after its inner step.",
-        "- **Minutes** are those of the rounds, without evaluation, summed over all runs and trials, each of which had one core.",
+        "- **Tuned to**: *(largest)* and *(smallest)* mark a choice at the end of a list of values.",
+        "- **Minutes** are those of the rounds, without evaluation, summed over all runs and trials, each of which had one core, at times",
+        "  shared with other work: they tell what a reproduction takes, and do not compare methods.",
         "- **loss_k** and **r2_k** are a meta-learner's mean squared error on unseen tasks after k inner steps, and the share of the",
         "  targets' mean square that it takes away; **ap** is the average precision.",
         "",
@@ -120,10 +140,10 @@ def _section(evidence: Evidence) -> list[str]:
         seeds = f"{meta['seeds']} " + ("test sets, all methods tuned anew on each" if split else "seeds")
         told += [seeds, f"{minutes:.0f} minutes of rounds, tuning included"]
     told.append(meta["machine"])
-    departs = f" Differs from the paper: {meta['departs']}" if meta["departs"] else ""
+    differs = f" Differs from the paper: {said}" if (said := departs(evidence)) else ""
     old = outdated(evidence)
     changed = f" **Settings have been changed since: {', '.join(old)}.**" if old else ""
-    text += [f"{'; '.join(told)}.{departs}{changed}", ""]
+    text += [f"{'; '.join(told)}.{differs}{changed}", ""]
     for data in evidence.data():
         lines = rows(evidence, data)
         text += [f"**{data}** ({length(lines)})", ""]

@@ -221,12 +221,34 @@ def test_settings_of_a_sweep() -> None:
 
 
 def test_throughout() -> None:
-    runs = [Run("A", "x", 0, "ap", curve(0.1, 0.5, 0.6, 0.7)), Run("A", "y", 0, "ap", curve(0.2, 0.4, 0.65, 0.6))]
-    found = Evidence("x", "standard", runs)
-    assert outcome(claims.leads_throughout(["A"], "x"), found) == REFUTED
-    assert "2 of 3" in claims.leads_throughout(["A"], "x")(found).figures  # the start does not count
-    better = Evidence("x", "standard", [runs[0], Run("A", "y", 0, "ap", curve(0.2, 0.4, 0.5, 0.6))])
-    assert outcome(claims.leads_throughout(["A"], "x"), better) == CONFIRMED
+    def found(x: tuple[float, ...], y: tuple[float, ...], noise: float = 0.001) -> Evidence:
+        runs = [
+            Run("A", m, i, "ap", curve(*(v + d * noise * (1 if m == "x" else -1) for v in values)))
+            for m, values in (("x", x), ("y", y))
+            for i, d in enumerate((-1, 0, 1))
+        ]
+        return Evidence("x", "standard", runs)
+
+    check = claims.leads_throughout(["A"], "x")
+    beaten = found((0.1, 0.5, 0.6, 0.7), (0.2, 0.4, 0.65, 0.6))
+    assert outcome(check, beaten) == REFUTED
+    assert (
+        "first at 2 of 3 evaluations, clearly behind another at 1" in check(beaten).figures
+    )  # the start does not count
+    assert outcome(check, found((0.1, 0.5, 0.6, 0.7), (0.2, 0.4, 0.65, 0.6), noise=0.1)) == UNDECIDED
+    assert outcome(check, found((0.1, 0.5, 0.6, 0.7), (0.2, 0.4, 0.5, 0.6))) == CONFIRMED
+    diverged = replace(beaten.runs[0], curve=beaten.runs[0].curve[:2])
+    left = Evidence("x", "standard", [diverged, *beaten.runs[1:]])
+    assert "first at 1 of 1 evaluations" in check(left).figures, "only rounds that all seeds have"
+
+
+def test_overlapping_test_sets_widen_intervals() -> None:
+    """By hand: differences 1, 2, 3 have deviation 1, and the factor of their mean's is √(1/3 + 1/3) instead of √(1/3)."""
+    plain, wide = claims.gap([1, 2, 3], [0, 0, 0]), claims.gap([1, 2, 3], [0, 0, 0], overlap=1 / 3)
+    assert plain.high - 2 == pytest.approx(4.302653 * math.sqrt(1 / 3), rel=1e-6)
+    assert wide.high - 2 == pytest.approx(4.302653 * math.sqrt(1 / 3 + 1 / 3), rel=1e-6)
+    assert wide.value == 2
+    assert wide.low == pytest.approx(4 - wide.high)
 
 
 def test_fits() -> None:
@@ -285,7 +307,13 @@ def test_rates() -> None:
     below = Evidence(
         "complexity", "standard", numbers={"rates": {"fcsg": {"rounds": [2.9, 2.8, 3.1], "theory": {"rounds": 3}}}}
     )
-    assert outcome(claims.rate("fcsg", "rounds"), below) == CONFIRMED
+    assert outcome(claims.rate("fcsg", "rounds"), below) == UNDECIDED, "below the theory, which is in the interval"
+    numbers["rates"]["fcsg"] |= {"bytes": [2.8, 2.6, 2.9], "theory": {"rounds": 3, "examples": 6, "bytes": 3}}
+    assert outcome(claims.rate("fcsg", "bytes"), evidence) == CONFIRMED
+    slow = Evidence(
+        "complexity", "standard", numbers={"speedup": {"fcsg": [-0.95, -1.0, -0.9], "fafed": [-0.9, -1.0, -0.8]}}
+    )
+    assert outcome(claims.speeds_up, slow) == UNDECIDED
     wide = {"rates": {"fcsg": {"rounds": [8.0, 2.0, 14.0], "theory": {"rounds": 3}}}, "speedup": {}, "fafed": []}
     assert outcome(claims.rate("fcsg", "rounds"), Evidence("complexity", "standard", numbers=wide)) == UNDECIDED
     for check in (claims.speeds_up, claims.converges):
@@ -316,6 +344,32 @@ def test_settings_that_were_chosen_are_told_once_also_schedules() -> None:
     evidence = Evidence("fcsg-table2", "standard", runs)
     (row,) = work.rows(evidence, "MNIST")
     assert work.cells(row, evidence, "MNIST")[-1] == "eta (scale 2, power 0.333), a 0.1 or 0.9"
+
+
+def test_a_choice_at_the_end_of_its_list_is_marked() -> None:
+    found = results.held(Path(__file__).parents[1] / "benchmarks" / "papers")["fmgda-table2"]
+    assert work.outdated(found) == []
+    row = next(r for r in work.rows(found, "CIFAR-10") if r["method"] == "fmgda")
+    assert row["chosen"]["algorithm.c_hat"] == ["3.0 (largest)"]
+    late = replace(found, meta={**found.meta, "folders": {}})
+    assert next(iter(work.rows(late, "CIFAR-10")[-1]["chosen"].values())) == ["3.0"], (
+        "of other settings nothing is said"
+    )
+
+
+def test_records_of_some_cases_replace_only_those(tmp_path: Path) -> None:
+    whole = Evidence("fcsg-table2", "standard", [Run(d, "x", 0, "ap", curve(0.1, 0.5)) for d in ("MNIST", "CIFAR-10")], meta={"seconds": {"MNIST": 1.0, "CIFAR-10": 2.0}, "folders": {"MNIST": "a", "CIFAR-10": "b"}})  # fmt: skip
+    part = Evidence("fcsg-table2", "standard", [Run("CIFAR-10", "x", 0, "ap", curve(0.1, 0.9))], meta={"seconds": {"CIFAR-10": 3.0}, "folders": {"CIFAR-10": "c"}})  # fmt: skip
+    (tmp_path / "papers" / "fcsg-table2").mkdir(parents=True)
+    whole.write(tmp_path / "papers" / "fcsg-table2" / "records.jsonl")
+    (tmp_path / "new" / "fcsg-table2-standard").mkdir(parents=True)
+    part.write(tmp_path / "new" / "fcsg-table2-standard" / "records.jsonl")
+    results.collect(tmp_path / "new", tmp_path / "papers", tmp_path / "figures")
+    joined = Evidence.read(tmp_path / "papers" / "fcsg-table2" / "records.jsonl")
+    assert [(r.data, r.final) for r in joined.runs] == [("MNIST", 0.5), ("CIFAR-10", 0.9)]
+    assert joined.meta == {"seconds": {"MNIST": 1.0, "CIFAR-10": 3.0}, "folders": {"MNIST": "a", "CIFAR-10": "c"}}
+    with pytest.raises(NestfedError, match="has no case 'MNISTT'; it has MNIST, CIFAR-10"):
+        work.reproduce("fcsg-table2", "quick", 0, tmp_path, only=["MNISTT"])
 
 
 def test_costs_to_reach_a_target_by_hand() -> None:

@@ -67,9 +67,10 @@ def _draw(panel: Any, shown: Mapping[str, Sequence[Mapping[str, Any]]], axis: st
         length = min(len(s["value"]) for s in all_seeds)
         across = np.mean([s[axis][:length] for s in all_seeds], 0)
         values = np.array([s["value"][:length] for s in all_seeds])
-        mean, deviation = values.mean(0), values.std(0)
+        mean = values.mean(0)
         panel.plot(across, mean, color=colour, label=name, linewidth=1.8)
         if len(values) > 1:
+            deviation = values.std(0, ddof=1)
             panel.fill_between(across, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

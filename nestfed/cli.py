@@ -41,7 +41,21 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, such as algorithm.alpha=0.1 run.rounds=50.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Directory of the run.", show_default="runs/NAME-DIGEST")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard event files beside the records.")]
+
+
+def _tensorboard(wanted: bool) -> bool:
+    """Say at once, not after hours, that events cannot be written."""
+    if wanted:
+        from nestfed.report.events import require
+
+        require()
+    return wanted
+
+
+TensorBoard = Annotated[
+    bool,
+    typer.Option("--tensorboard", callback=_tensorboard, help="Write TensorBoard event files beside the records."),
+]
 
 
 def main() -> None:
@@ -202,6 +216,7 @@ def tune_(
     trials: Annotated[int, typer.Option(help="Trials for each method.", show_default="its whole grid")] = 0,
     workers: Annotated[int, typer.Option(help="Processes at once.", show_default="one per core")] = 0,
     out: Out = None,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Tune methods on their grids by validation data; the same command goes on with what is unfinished."""
     from nestfed.tuning import shown, tune, write_tuned
@@ -213,6 +228,8 @@ def tune_(
     place = out or Path("runs") / f"tune-{Path(file).stem}-{experiment.digest()}"
     with _status() as tell:
         metric, tuned = tune(experiment, names, place, trials=trials, workers=workers or None, tell=tell)
+    if tensorboard:
+        _events(place, place / "tensorboard")
     _rich_table(*shown(tuned, metric))
     say(f"\ntuned    {write_tuned(experiment, tuned, place / 'tuned.toml')}")
 
@@ -226,6 +243,7 @@ def reproduce_(
     seeds: Annotated[int, typer.Option(help="How many seeds.", show_default="those of the budget")] = 0,
     out: Annotated[Path, typer.Option("--out", help="Directory of all reproductions.")] = Path("runs/reproduce"),
     list_: Annotated[bool, typer.Option("--list", help="Show what there is, and what each needs.")] = False,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Repeat a figure or table of the papers, ours beside the published; the same command goes on when interrupted."""
     from nestfed import reproduce as work
@@ -236,6 +254,9 @@ def reproduce_(
         return
     with _status() as tell:
         evidence, place = work.reproduce(name, budget, seeds, out, tell=tell)
+    if tensorboard:
+        for data, folder in evidence.meta["folders"].items():
+            _events(out / folder, place / "tensorboard" / work.slug(data))
     for data in evidence.data():
         say(f"[bold]{data}[/bold]")
         _rich_table(work.header(evidence, data), [work.cells(row, evidence, data) for row in work.rows(evidence, data)])
@@ -280,7 +301,6 @@ def _compare(
     tensorboard: bool = False,
 ) -> None:
     from nestfed.drawing import drawable
-    from nestfed.report.events import write_events
     from nestfed.report.html import write
     from nestfed.report.plot import curves
     from nestfed.report.summary import page_of_comparison
@@ -291,20 +311,27 @@ def _compare(
     _table(outcomes, metric, seeds)
     report = write(page_of_comparison(place, metric, outcomes, title=title), place / "report.html")
     if tensorboard:
-        for record in place.glob("*/seed-*/record.jsonl"):
-            write_events(record, place / "tensorboard" / record.parent.relative_to(place))
+        _events(place, place / "tensorboard")
     say(f"\nreport   {report}\nrecords  {place}")
     if drawable():
         shown = {o.method: o.histories for o in outcomes}
         say(f"curves   {curves(shown, metric, place / 'curves.png', title)}")
 
 
+def _events(runs: Path, place: Path) -> None:
+    """Write TensorBoard event files of all runs and trials below a directory."""
+    from nestfed.report.events import write_events
+
+    for record in runs.glob("**/record.jsonl"):
+        write_events(record, place / record.parent.relative_to(runs))
+
+
 def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
-    from statistics import fmean, stdev
+    from statistics import fmean
 
     from rich.table import Table
 
-    from nestfed.running import rounds_to
+    from nestfed.report.summary import reached, spread
 
     means = {o.method: fmean(o.final(metric)) for o in outcomes}
     best, target = max(means, key=lambda m: means[m]), min(means.values())
@@ -315,13 +342,13 @@ def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
     table.add_column("tuned to")
     for o in outcomes:
         values, end = o.final(metric), o.histories[0][-1]
-        spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-        reached = rounds_to(o.histories, metric, target)
+        hits = [hit["round"] for history in o.histories if (hit := reached(history, metric, target)) is not None]
+        some = f" ({len(hits)} of {seeds})" if len(hits) < seeds else ""
         table.add_row(
             f"[bold]{o.method}[/bold]" if o.method == best else o.method,
-            f"{means[o.method]:.4f}{spread}",
+            spread(values),
             str(end["round"]),
-            "–" if reached is None else str(reached),
+            f"{spread(hits, lambda v: f'{v:.3g}')}{some}" if hits else "–",
             f"{end['examples']:,}",
             size(end["bytes_up"] + end["bytes_down"]),
             str(o.trials),

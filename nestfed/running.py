@@ -318,16 +318,6 @@ def last(history: Sequence[Record], metric: str) -> float:
     return float(values[-1])
 
 
-def rounds_to(histories: Sequence[Sequence[Record]], metric: str, target: float) -> int | None:
-    """Return the first round at which the mean over seeds of a metric reached the target."""
-    by_round: dict[int, list[float]] = {}
-    for record in itertools.chain(*histories):
-        if record.get(metric) is not None:
-            by_round.setdefault(record["round"], []).append(record[metric])
-    reached = (r for r, v in sorted(by_round.items()) if len(v) == len(histories) and fmean(v) >= target)
-    return next(reached, None)
-
-
 def compare(
     experiment: Experiment,
     methods: Sequence[str],

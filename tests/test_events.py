@@ -12,8 +12,11 @@ pytest.importorskip("tensorboard", reason="TensorBoard is not here: pip install 
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nestfed import cli, reproduce
 from nestfed.core import NestfedError
+from nestfed.report import events
 from nestfed.report.events import NAME, following, write_events
+from nestfed.reproductions.base import Evidence
 
 ROUNDS = [
     {"round": r, "iteration": 10 * r, "participants": 4, "loss": None if r == 0 else 1 / r, "drift": 0.5, "examples": 320 * r}
@@ -111,3 +114,22 @@ def test_a_growing_record_is_followed_and_ended(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
         run()
     assert [step for step, _ in read_back(folder)["cost/seconds"]] == list(range(6))
+
+
+def test_trials_and_reproductions_have_events_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["run.rounds=2", "run.q=1", "run.every=1", "partition.clients=2"]
+    cli.tune_("demo", small, ["fedavg"], 2, 1, tmp_path / "tuned", True)
+    told = sorted(p.parent.relative_to(tmp_path / "tuned").as_posix() for p in (tmp_path / "tuned").rglob("events.*"))
+    assert told == ["tensorboard/fedavg/trial-000", "tensorboard/fedavg/trial-001"]
+    # A reproduction's runs are elsewhere: those of the tuning take their place here.
+    evidence = Evidence("fcsg-table2", "quick", meta={"folders": {"CIFAR-10": "tuned/fedavg"}})
+    monkeypatch.setattr(reproduce, "reproduce", lambda *words, **more: (evidence, tmp_path / "place"))
+    cli.reproduce_("fcsg-table2", out=tmp_path, tensorboard=True)
+    assert (tmp_path / "place" / "tensorboard" / "cifar-10" / "trial-001" / NAME).exists()
+
+
+def test_that_tensorboard_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "find_spec", lambda name: None)
+    with pytest.raises(NestfedError, match=r"nestfed\[tensorboard\]"):
+        cli._tensorboard(True)
+    assert not cli._tensorboard(False)

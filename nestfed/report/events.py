@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from struct import unpack_from
 
@@ -17,19 +18,22 @@ _GROUPS = {"loss": "training", "drift": "training", "participants": "training"}
 _COSTS = ("examples", "bytes_up", "bytes_down", "seconds")
 
 
+def require() -> None:
+    """Refuse to go on where events cannot be written."""
+    if find_spec("tensorboard") is None:
+        raise NestfedError("TensorBoard event files need the package tensorboard: pip install 'nestfed[tensorboard]'.")
+
+
 def write_events(record_path: Path, folder: Path) -> int:
     """Append those rounds of a record that the folder's event file lacks; return how many that were.
 
     A resumed run repeats rounds bit for bit, so a round that is there is right; a last event cut short is replaced.
     """
-    try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-    except ImportError:
-        raise NestfedError(
-            "TensorBoard event files need the package tensorboard: pip install 'nestfed[tensorboard]'."
-        ) from None
+    require()
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
     history = read(record_path)
     if not history:
         return 0

@@ -195,9 +195,9 @@ def target_table(runs: Mapping[str, Sequence[History]], metric: str, target: flo
 
 
 def reached(history: History, metric: str, target: float) -> Record | None:
-    """Return the first record whose metric is at least as good as the target."""
+    """Return the first record after the start whose metric is at least as good as the target."""
     falling = falls(metric)
-    known = (r for r in history if r.get(metric) is not None)
+    known = (r for r in history if r["round"] and r.get(metric) is not None)
     return next((r for r in known if (r[metric] <= target if falling else r[metric] >= target)), None)
 
 

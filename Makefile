@@ -62,11 +62,11 @@ endef
 
 # Everything with its hash, but torch: its builds for processors and for accelerators share one version number.
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
-$(READY): pyproject.toml constraints.txt requirements.lock
+$(READY): pyproject.toml papers/pyproject.toml constraints.txt requirements.lock
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --require-hashes --no-deps -r requirements.lock
 	$(PIP) -c constraints.txt torch
-	$(PIP) --no-deps --no-build-isolation -e .
+	$(PIP) --no-deps --no-build-isolation -e . -e papers
 	touch $(READY)
 
 # The newest versions that pyproject.toml and constraints.txt allow, with their hashes.

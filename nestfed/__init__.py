@@ -3,24 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from nestfed.algorithms import build as algorithm
     from nestfed.core import NestfedError
     from nestfed.data.clients import Examples, Pairs
     from nestfed.engine.simulate import Result, simulate
-    from nestfed.estimators import (
-        FederatedAUC,
-        FederatedAUPRC,
-        FederatedClassifier,
-        FederatedMAML,
-        FederatedMinimax,
-    )
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
+    from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
 # Looked up when first used: `import nestfed` and the command line's help need no torch.
 _HOMES = {
@@ -30,11 +24,11 @@ _HOMES = {
     "Compositional": "nestfed.problems",
     "Conditional": "nestfed.problems",
     "Examples": "nestfed.data.clients",
-    "FederatedAUC": "nestfed.estimators",
-    "FederatedAUPRC": "nestfed.estimators",
-    "FederatedClassifier": "nestfed.estimators",
-    "FederatedMAML": "nestfed.estimators",
-    "FederatedMinimax": "nestfed.estimators",
+    "FederatedAUC": "nestfed.study",
+    "FederatedAUPRC": "nestfed.study",
+    "FederatedClassifier": "nestfed.study",
+    "FederatedMAML": "nestfed.study",
+    "FederatedMinimax": "nestfed.study",
     "Minimax": "nestfed.problems",
     "Minimize": "nestfed.problems",
     "NestfedError": "nestfed.core",

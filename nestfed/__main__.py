@@ -1,5 +1,5 @@
 """`python -m nestfed` is the command line."""
 
-from nestfed.cli import main
+from nestfed.cli.main import main
 
 main()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -21,11 +25,83 @@ Schedule = float | Callable[[int], float]
 
 
 class NestfedError(Exception):
-    """A mistake that the user can mend, told in one sentence: what was wrong, where, what would be right."""
+    """An error the user can fix. One sentence says what was wrong, where, and what would be right."""
 
 
 class DivergedError(NestfedError):
     """Numbers that became infinite or NaN in training."""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Names
+
+T = TypeVar("T")
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> NestfedError:
+    """Return the error for an unknown name, with the nearest known one: `raise unknown("metric", "acc", METRICS)`."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1, 0.4)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}." if known else "none is known."
+    return NestfedError(f"There is no {what} {name!r}; {hint}")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Things found by name: the library's own and those of plugins.
+
+    A plugin is a module named in the entry-point group `nestfed.plugins`; it adds to these tables when it is imported.
+    A thing given as "module:attribute" is imported when it is first asked for, so that names cost nothing.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._things: dict[str, T | str] = {}
+
+    def add(self, name: str, thing: T | str) -> None:
+        """Add a thing; a name that another thing has is an error."""
+        if self._things.setdefault(name, thing) is not thing and self._things[name] != thing:
+            raise NestfedError(f"There are two of the {self.what} {name!r}: rename one of them.")
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._things:
+            load_plugins()
+        if name not in self._things:
+            raise unknown(self.what, name, self._things)
+        thing = self._things[name]
+        if isinstance(thing, str):
+            module, _, attribute = thing.partition(":")
+            thing = self._things[name] = getattr(import_module(module), attribute)
+        return thing
+
+    def __contains__(self, name: object) -> bool:
+        load_plugins()
+        return name in self._things
+
+    def __iter__(self) -> Iterator[str]:
+        load_plugins()
+        return iter(self._things)
+
+    def __len__(self) -> int:
+        load_plugins()
+        return len(self._things)
+
+
+OBJECTIVES: Registry[Any] = Registry("problem")
+EXPERIMENTS: Registry[Path] = Registry("experiment")
+COMMANDS: Registry[Callable[..., None]] = Registry("command")
+
+_loaded: set[str] = set()
+
+
+def load_plugins() -> None:
+    """Import every installed plugin once."""
+    for point in entry_points(group="nestfed.plugins"):
+        if point.value not in _loaded:
+            _loaded.add(point.value)
+            try:
+                point.load()
+            except ImportError as error:
+                raise NestfedError(f"The plugin {point.name} ({point.value}) cannot be imported: {error}.") from error
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from nestfed_papers.toys import ToyClients
 from torch import Tensor
 
 from nestfed.core import Batch, SolvableSaddle
 from nestfed.engine.simulate import simulate
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize, as_sample
-from nestfed.problems.toys import ToyClients
 
 D, P, B, M, TASKS, SAMPLED = 3, 4, 2, 3, 4, 2
 SEED = 5

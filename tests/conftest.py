@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+# Tests of one room use the cases of another.
+sys.path += [str(p) for p in sorted(Path(__file__).parent.iterdir()) if p.is_dir()]
 
 torch.set_num_threads(1)
 DATA, CACHE = os.environ.get("NESTFED_DATA"), os.environ.get("NESTFED_CACHE")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from nestfed.core import NestfedError
-from nestfed.report.metrics import (
+from nestfed.metrics import (
     Estimate,
     ScoreHistogram,
     accuracy,

@@ -1,4 +1,4 @@
-"""Measure the theorems' claims with `nestfed.complexity`, and write them up.
+"""Measure the theorems' claims with `nestfed_papers.complexity`, and write them up.
 
     python benchmarks/complexity/measure.py            all, about ten minutes on one core
     python benchmarks/complexity/measure.py --quick    a look, less than a minute
@@ -18,9 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-
-from nestfed.complexity import show
-from nestfed.complexity.measure import QUICK, SUBJECTS, Plan, everything
+from nestfed_papers.complexity import show
+from nestfed_papers.complexity.measure import QUICK, SUBJECTS, Plan, everything
 
 HERE = Path(__file__).resolve().parent
 

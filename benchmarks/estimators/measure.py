@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier
-from nestfed.data.prepare import prepare
-from nestfed.experiment import read
-from nestfed.report.metrics import auroc, average_precision
+from nestfed.experiment.prepare import prepare
+from nestfed.experiment.spec import read
+from nestfed.metrics import auroc, average_precision
 
 SEEDS = 5
 KINDS: dict[str, Any] = {

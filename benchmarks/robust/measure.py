@@ -30,8 +30,8 @@ from nestfed import AUPRC, AUROC, Examples, Pairs, simulate
 from nestfed.algorithms import build
 from nestfed.core import Algorithm, NestfedError
 from nestfed.data.partition import even
+from nestfed.metrics import auroc, average_precision
 from nestfed.problems.base import as_sample
-from nestfed.report.metrics import auroc, average_precision
 
 HERE = Path(__file__).parent
 CLIENTS, ROUNDS, Q = 20, 24, 5

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from nestfed_papers import language, omniglot, sine
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from nestfed import AUROC, Classify, Examples, algorithm, models
 from nestfed.data.sources import load
-from nestfed.problems import language, omniglot, sine
 from nestfed.problems.invariant import InvariantClients, InvariantLogistic
 from nestfed.problems.maml import MAML
 

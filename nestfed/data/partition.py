@@ -364,7 +364,7 @@ class Summary:
 
     def draw(self, path: str | Path) -> Path:
         """Draw one bar per client, coloured by class and as long as its number of examples; return the path."""
-        from nestfed.drawing import pyplot, save
+        from nestfed.report.drawing import pyplot, save
 
         plt = pyplot()
         clients, classes = self.counts.shape

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nestfed.core import NestfedError
 
 if TYPE_CHECKING:
-    from nestfed.experiment import Experiment
+    from nestfed.experiment.spec import Experiment
 
 FLWR = "1.41.0"
 
@@ -112,7 +112,7 @@ def check_experiment(experiment: Experiment, sites: int) -> None:
     """Refuse an experiment that cannot be deployed, before anything is written."""
     from nestfed.algorithms import build, find
     from nestfed.engine.encode import Encoding
-    from nestfed.experiment import hyper_parameters
+    from nestfed.experiment.spec import hyper_parameters
 
     if sites < 1:
         raise NestfedError(f"There must be at least 1 site, not {sites}.")

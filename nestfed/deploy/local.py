@@ -22,7 +22,7 @@ from nestfed.deploy.certificates import write_certificates, write_key
 from nestfed.deploy.processes import Processes
 
 if TYPE_CHECKING:
-    from nestfed.experiment import Experiment
+    from nestfed.experiment.spec import Experiment
 
 LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -214,7 +214,7 @@ def local(
     from nestfed.engine.record import metrics_of
     from nestfed.engine.record import read as read_record
     from nestfed.engine.simulate import Interrupted
-    from nestfed.running import claim
+    from nestfed.experiment.run import claim
 
     check_experiment(experiment, sites)
     out = out.resolve()

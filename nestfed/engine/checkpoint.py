@@ -6,18 +6,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nestfed.core import NestfedError
-from nestfed.engine.sync import RunState
+from nestfed.engine.round import RunState
+from nestfed.files import written
 
 FORMAT = "1"
 _NAME = re.compile(r"round-(\d+)-([0-9a-f]{16})\.safetensors")
@@ -29,32 +29,6 @@ _CODES = {
 }  # fmt: skip
 _BLOCK = 2**24
 """Bytes that are written or read at once, so that a checkpoint needs no second copy of the state in memory."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is whole or not there, also after a power cut."""
-    with _written(path.parent / f".{path.name}.{os.getpid()}.tmp", lambda: path) as file:
-        file.write(content)
-
-
-@contextmanager
-def _written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
-    """Open a file that gets its name when all is written and on the disk."""
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(name())
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise NestfedError(f"Cannot write {name()}: {error.strerror or error}.") from error
-
-
-def sweep(directory: Path) -> None:
-    """Delete what a process that was killed left half written; only for whoever holds the directory's lock."""
-    for leftover in directory.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
 
 
 def write(directory: Path, state: RunState, fingerprint: str, keep: int = 2) -> Path:
@@ -69,7 +43,7 @@ def write(directory: Path, state: RunState, fingerprint: str, keep: int = 2) -> 
     def path() -> Path:
         return directory / f"round-{state.round:08d}-{digest.hexdigest()[:16]}.safetensors"
 
-    with _written(directory / f".round-{state.round:08d}.{os.getpid()}.tmp", path) as file:
+    with written(directory / f".round-{state.round:08d}.{os.getpid()}.tmp", path) as file:
         for block in _blocks(tensors, metadata):
             digest.update(block)
             file.write(block)

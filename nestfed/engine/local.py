@@ -17,8 +17,8 @@ from nestfed.core import Batch, DivergedError, Fields, NestfedError
 from nestfed.data.clients import Clients, draw
 from nestfed.data.random import Streams
 from nestfed.engine.encode import RESIDUAL, Encoding
-from nestfed.engine.robust import Reduction
-from nestfed.engine.sync import TAP, AnyAlgorithm, Program, Report, Span, dropout_keys
+from nestfed.engine.reduce import Reduction
+from nestfed.engine.round import TAP, AnyAlgorithm, Program, Report, Span, dropout_keys
 from nestfed.problems.base import Tape
 from nestfed.problems.flat import channels_last
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError
-from nestfed.engine.robust import Reduction
-from nestfed.engine.sync import Participation
+from nestfed.engine.reduce import Reduction
+from nestfed.engine.round import Participation
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from nestfed.engine.sync import Record
+from nestfed.engine.round import Record
 
 FLAT, LEAST = 1e-3, 5
 """A metric is flat if the last evaluations, at least so many and a third of all, lie so close to the latest."""

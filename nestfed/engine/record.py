@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nestfed.core import NestfedError
-from nestfed.engine.checkpoint import write_atomically
-from nestfed.engine.sync import Record
+from nestfed.engine.round import Record
+from nestfed.files import write_atomically
 
 COSTS = ("round", "iteration", "participants", "loss", "drift", "examples", "bytes_up", "bytes_down", "seconds")
 """What every record holds; all else in it are metrics."""

@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from nestfed.core import DivergedError, Fields, NestfedError, refuse_mismatch
 from nestfed.data.clients import Clients
 from nestfed.data.random import Streams
-from nestfed.engine import checkpoint, memory
-from nestfed.engine.diary import Diary
-from nestfed.engine.distributed import Group, Ranks
+from nestfed.engine import memory
 from nestfed.engine.encode import RESIDUAL, Encoding
 from nestfed.engine.local import Local, Runner, Share, Tally, start_tally
-from nestfed.engine.lock import locked
 from nestfed.engine.privacy import Noise
 from nestfed.engine.progress import Progress
-from nestfed.engine.robust import Reduction
-from nestfed.engine.sync import TAP, AnyAlgorithm, Participation, Record, RunState, drawn, span_from
+from nestfed.engine.ranks import Group, Ranks
+from nestfed.engine.reduce import Reduction
+from nestfed.engine.round import TAP, AnyAlgorithm, Participation, Record, RunState, drawn, span_from
+from nestfed.engine.run_directory import Diary
 from nestfed.engine.workers import Workers
+from nestfed.files import locked, write_atomically
 
 Mode = Literal["auto", "vmap", "loop"]
 Output = Literal["last", "uniform", "best"]
@@ -171,7 +171,7 @@ def simulate(
         if 0 <= tap < state.t and "uniform" not in state.kept:
             raise NestfedError(f"output='uniform' needs a run from its start, but {path} holds one without it.")
         if promise and path is not None and group.leads:
-            checkpoint.write_atomically(path / "privacy.txt", f"{promise}\n".encode())
+            write_atomically(path / "privacy.txt", f"{promise}\n".encode())
 
         def note(record: Record) -> dict[str, float]:
             """Evaluate if it is time, keep the best point, and write the record."""

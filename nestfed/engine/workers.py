@@ -24,7 +24,7 @@ from torch import Tensor
 from nestfed.core import Fields, NestfedError
 from nestfed.engine.local import Local, Share, Tally
 from nestfed.engine.memory import table
-from nestfed.engine.sync import TAP
+from nestfed.engine.round import TAP
 
 
 class Workers:

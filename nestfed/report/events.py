@@ -11,7 +11,7 @@ from struct import unpack_from
 
 from nestfed.core import NestfedError
 from nestfed.engine.record import read
-from nestfed.engine.sync import Record
+from nestfed.engine.round import Record
 
 NAME = "events.out.tfevents.0.nestfed"
 _GROUPS = {"loss": "training", "drift": "training", "participants": "training"}

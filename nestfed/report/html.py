@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nestfed.core import NestfedError
-from nestfed.engine.checkpoint import write_atomically
+from nestfed.files import write_atomically
 from nestfed.report.page import AXES, Cell, Claim, Curves, Figure, Image, Page, Series, Style, Table
 from nestfed.report.svg import Drawn, View, draw, view
 

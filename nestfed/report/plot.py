@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from nestfed.drawing import pyplot, save
-from nestfed.engine.sync import Record
+from nestfed.engine.round import Record
+from nestfed.report.drawing import pyplot, save
 
 AXES = {
     "round": "communication rounds",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nestfed.report.metrics import Floats, ScoreHistogram
+from nestfed.metrics import Floats, ScoreHistogram
 
 TOLERANCE = 5e-4
 """How far a kept curve may be from the whole one: less than a pixel."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.record import COSTS, read
-from nestfed.engine.sync import Record
+from nestfed.engine.round import Record
 from nestfed.report.page import Cell, Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table, size
 
 if TYPE_CHECKING:
-    from nestfed.running import Outcome
+    from nestfed.experiment.compare import Outcome
 
 History = Sequence[Record]
 TRAINING = ("loss", "drift")
@@ -62,7 +62,7 @@ def page_of_comparison(
     targets: Sequence[float] = (),
     claims: Sequence[Claim] = (),
 ) -> Page:
-    """Return the page of what `nestfed.running.compare` left in a directory.
+    """Return the page of what `nestfed.experiment.run.compare` left in a directory.
 
     `published` are values by method; `targets` are those whose cost is told, by default the worst method's final one.
     """

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from nestfed.assemble import judged
-from nestfed.data.prepare import prepare
-from nestfed.experiment import Experiment, read
-from nestfed.running import Outcome, compare
+from nestfed.experiment.build import judged
+from nestfed.experiment.compare import Outcome, compare
+from nestfed.experiment.prepare import prepare
+from nestfed.experiment.spec import Experiment, read
 
 SITE = {"heart-disease": "hospital", "eicu": "region"}  # a hospital of the eICU demo has too few deaths to judge
 

@@ -1,0 +1,131 @@
+"""The commands `train`, `predict` and `lr-find`, for people who have one table per site."""
+
+# Heavy imports stand inside the commands, so that `nestfed --help` is quick.
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Files = Annotated[list[Path], typer.Argument(help="One table for each site: .csv, .csv.gz or .parquet.")]
+Target = Annotated[str, typer.Option("--target", help="The column that is to be predicted.")]
+Objective = Annotated[str, typer.Option("--objective", help="auroc, auprc or accuracy.")]
+Group = Annotated[str, typer.Option("--group", help="A column, such as patient, whose values are never split.")]
+Drop = Annotated[list[str] | None, typer.Option("--drop", help="A column to leave out; may be given several times.")]
+Positive = Annotated[str, typer.Option("--positive", help="The value of the target that counts as positive.")]
+Rounds = Annotated[int, typer.Option("--rounds", help="Communication rounds.")]
+Q = Annotated[int, typer.Option("--q", help="Local steps in a round.")]
+Hidden = Annotated[
+    list[int] | None, typer.Option("--hidden", help="Width of a hidden layer; may be given several times.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="For the split, the start and the batches.")]
+
+
+def train_command(
+    files: Files,
+    target: Target,
+    objective: Objective = "auroc",
+    group: Group = "",
+    drop: Drop = None,
+    positive: Positive = "",
+    rounds: Rounds = 50,
+    q: Q = 10,
+    hidden: Hidden = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory.", show_default="runs/train-TARGET")] = None,
+) -> None:
+    """Train a model over sites with one table each, compare it with FedAvg and local training, and write a report."""
+    from nestfed.study import export as handover
+    from nestfed.study import train
+
+    with _warnings_in_a_line():
+        data = train.read_sites(files, target, group=group, drop=drop or (), positive=positive)
+        if len(data.classes) == 2:
+            typer.echo(f"{len(data.sites)} sites; {target} = {data.classes[1]} counts as positive.")
+        outcome = train.train(
+            data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
+        )
+    place = out or Path("runs") / f"train-{target}"
+    written = handover.write(outcome, place, files)
+    columns, rows = handover.results(outcome)
+    typer.echo()
+    _table([columns, *([str(cell) for cell in row] for row in rows)])
+    typer.echo(f"\n{handover.headline(outcome)}")
+    for hint in outcome.estimator.hints_:
+        typer.echo(hint)
+    typer.echo()
+    for name, path in written.items():
+        typer.echo(f"{name:<11} {path}")
+
+
+def predict_command(
+    model: Annotated[Path, typer.Argument(help="The directory that `nestfed train` wrote.")],
+    file: Annotated[Path, typer.Argument(help="A table with the same columns; the target may be missing.")],
+    out: Annotated[Path, typer.Option("--out", help="Where the probabilities go.")] = Path("predictions.csv"),
+) -> None:
+    """Write the probabilities of a trained model for the rows of a table."""
+    from nestfed.study import train
+
+    rows = train.predict(model, file, out)
+    typer.echo(f"{rows} rows: {out}")
+
+
+def lr_find_command(
+    files: Files,
+    target: Target,
+    objective: Objective = "auroc",
+    group: Group = "",
+    drop: Drop = None,
+    positive: Positive = "",
+    rounds: Rounds = 50,
+    q: Q = 10,
+    hidden: Hidden = None,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("lr.png"),
+) -> None:
+    """Try step sizes in short trainings, judged on validation rows, and draw the metric against them."""
+    from nestfed.report.drawing import drawable
+    from nestfed.study import lr_find, train
+
+    kind = train.find_kind(objective)
+    with _warnings_in_a_line():
+        data = train.read_sites(files, target, group=group, drop=drop or (), positive=positive)
+        estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)
+        found = lr_find.lr_find(estimator, data.sites)
+    _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])
+    typer.echo(f"\nbest lr = {found.best:.3g}" + (f"; picture {found.draw(out)}" if drawable() else ""))
+
+
+def _tell(sentence: str) -> None:
+    typer.echo(sentence, err=True)
+
+
+def _table(rows: list[list[str]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip())
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Show a warning of ours as one sentence, once."""
+    from nestfed.study.advice import NestfedWarning
+
+    seen: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", NestfedWarning)
+        before = warnings.showwarning
+
+        def show(message, category, *rest, **options) -> None:  # type: ignore[no-untyped-def]
+            if not issubclass(category, NestfedWarning):
+                before(message, category, *rest, **options)
+            elif str(message) not in seen:
+                seen.add(str(message))
+                typer.echo(f"warning: {message}", err=True)
+
+        warnings.showwarning = show
+        yield

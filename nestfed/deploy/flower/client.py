@@ -1,0 +1,194 @@
+"""A site: it answers what it is asked, and tells of its troubles in its own log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from logging import WARNING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from nestfed.core import NestfedError
+from nestfed.deploy.flower.messages import (
+    LOG,
+    Custom,
+    arrays_of,
+    as_record,
+    fields_of,
+    mismatch,
+    number_record,
+    plan_of,
+    read_plan,
+    stamp_of,
+    study_of,
+    write_plan,
+)
+from nestfed.deploy.remote import LostStateError, Order, Site, Store
+from nestfed.engine.encode import Encoding
+
+if TYPE_CHECKING:
+    from nestfed.deploy.site import Place
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A site's node configuration."""
+
+    place: Place
+    name: str
+    state: Path
+    pinned: str
+    threads: int
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> _Node:
+        from nestfed.deploy.site import Place
+
+        known = ("client", "site", "data", "state", "experiment", "threads")
+        if wrong := [k for k in config if k not in known]:
+            raise NestfedError(f"The node configuration knows {', '.join(known)}, but not {wrong[0]!r}.")
+        n = config.get("client")
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise NestfedError("The node configuration must say which client this is: client=0 for the first.")
+        name = str(config.get("site", f"site-{n}"))
+        if not re.fullmatch(r"[\w.-]{1,64}", name) or name.startswith("."):
+            raise NestfedError(f"A site's name is made of letters, digits, '-', '_' and '.', not {name!r}.")
+        state = config.get("state")
+        if not state:
+            from platformdirs import user_data_path
+
+            state = user_data_path("nestfed") / "sites" / name
+        data = str(config.get("data", ""))
+        return cls(
+            Place(n, data), name, Path(str(state)), str(config.get("experiment", "")), int(config.get("threads", 0))
+        )
+
+
+def client_app(source: Any) -> ClientApp:
+    """Return a site's app for an experiment file, an `Experiment`, or a `Custom` problem."""
+    app = ClientApp()
+
+    @app.query("hello")
+    def hello(message: Message, context: Context) -> Message:
+        return _safely(message, lambda: _hello(study_of(source), message, context))
+
+    @app.query("spread")
+    def spread(message: Message, context: Context) -> Message:
+        return _safely(message, lambda: _spread(study_of(source), message, context))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return _safely(message, lambda: _work(study_of(source), message, context, training=True))
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return _safely(message, lambda: _work(study_of(source), message, context, training=False))
+
+    return app
+
+
+def _safely(message: Message, act: Callable[[], RecordDict]) -> Message:
+    """Answer in any case. The text of an error may quote the site's data, so it stays in the site's log."""
+    try:
+        content = act()
+    except _TroubleError as trouble:
+        LOG.log(WARNING, "nestfed: %s", trouble)
+        content = _trouble(trouble.kind)
+    except LostStateError as error:
+        LOG.log(WARNING, "nestfed: %s", error)
+        content = _trouble("lost-state")
+    except Exception:
+        LOG.exception("nestfed: this site cannot do what it was asked.")
+        content = _trouble("failed")
+    return Message(content, reply_to=message)
+
+
+class _TroubleError(NestfedError):
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+
+
+def _trouble(kind: str) -> RecordDict:
+    return RecordDict({"trouble": ConfigRecord({"kind": kind})})
+
+
+def _site(study: Any, message: Message, context: Context) -> tuple[_Node, Mapping[str, Any]]:
+    """Return the site's configuration and the order's words, unless it must not take part."""
+    node = _Node.read(context.node_config)
+    if node.threads:
+        torch.set_num_threads(node.threads)
+    order: Mapping[str, Any] = message.content["order"]
+    if kind := mismatch(study, order):
+        raise _TroubleError(kind, f"the coordinator runs another experiment or version: {dict(order)}.")
+    if node.pinned and node.pinned != study.digest():
+        raise _TroubleError(
+            "another-experiment", f"this site takes part in experiment {node.pinned}, not in {study.digest()}."
+        )
+    return node, order
+
+
+def _hello(study: Any, message: Message, context: Context) -> RecordDict:
+    from nestfed.data.encoding import Facts
+    from nestfed.deploy.site import facts
+
+    node, _ = _site(study, message, context)
+    if isinstance(study, Custom):
+        parts = getattr(study.make().clients, "parts", None)
+        told = Facts(examples=0 if parts is None else len(parts[node.place.n]))
+    else:
+        told = facts(study, node.place)
+    words = stamp_of(
+        study, client=node.place.n, site=node.name, examples=told.examples, positives=told.positives,
+        shape=list(told.shape), classes=list(told.classes), features=list(told.features),
+    )  # fmt: skip
+    return RecordDict({"site": words, "sums": number_record({"known": told.known, "total": told.total})})
+
+
+def _spread(study: Any, message: Message, context: Context) -> RecordDict:
+    from nestfed.deploy.site import spread
+
+    node, _ = _site(study, message, context)
+    plan = plan_of(message.content["plan"], arrays_of(message.content["scaling"]))  # type: ignore[arg-type]
+    return RecordDict({"site": stamp_of(study), "squares": number_record({"squares": spread(study, node.place, plan)})})
+
+
+def _work(study: Any, message: Message, context: Context, training: bool) -> RecordDict:
+    from nestfed.deploy.site import Made, at_site
+
+    node, words = _site(study, message, context)
+    run, encoding = study.run, Encoding.parse(study.run.encode)
+    token = str(words["token"])
+    if not re.fullmatch(r"[0-9a-f]{16}", token):
+        raise NestfedError("The order has no proper token.")
+    folder = node.state / token
+    if "plan" in message.content:
+        plan = plan_of(message.content["plan"], arrays_of(message.content["scaling"]))  # type: ignore[arg-type]
+        write_plan(folder / "plan.safetensors", plan, token)
+    found = read_plan(folder / "plan.safetensors")
+    if found is None:
+        raise _TroubleError("no-plan", f"there is no plan in {folder}; the coordinator will send it again.")
+    plan = found[0]
+    n = node.place.n
+    made = Made(study.make(), lambda model: {}) if isinstance(study, Custom) else at_site(study, node.place, plan)
+    problem, algorithm, clients = made.assembly.problem, made.assembly.algorithm, made.assembly.clients
+    if hasattr(clients, "seeded"):
+        clients = clients.seeded(run.seed)
+    shared = {k: v.to(problem.x0.dtype) for k, v in fields_of(encoding, message.content["shared"]).items()}  # type: ignore[arg-type]
+    order = Order(int(words["round"]), int(words["t"]), int(words["seen"]), int(words["tap"]))
+    reply = RecordDict({"answer": stamp_of(study, token=token, client=n, round=order.round)})
+    if words["evaluate"]:
+        with torch.no_grad():
+            reply["tally"] = number_record(made.tally(problem.bind(shared[algorithm.point])))
+    if training:
+        identity = f"{study.digest()} {token} client {n}"
+        site = Site(problem, algorithm, clients, n, run.q, run.seed, Store(folder, identity), encoding)
+        answer = site(order, shared)
+        reply["fields"] = as_record(answer.fields)
+        reply["report"] = MetricRecord({"loss": answer.loss, "moved": answer.moved, "examples": answer.examples})
+    return reply

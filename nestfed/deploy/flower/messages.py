@@ -1,0 +1,157 @@
+"""What messages hold: arrays, plans, who may talk to whom; and the study that all of it is about."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as save_arrays
+from torch import Tensor
+
+import nestfed
+from nestfed.core import Fields, NestfedError
+from nestfed.deploy.remote import RefusedError
+from nestfed.engine.encode import Encoding, squeeze
+from nestfed.files import write_atomically
+
+if TYPE_CHECKING:
+    from nestfed.data.encoding import Plan
+    from nestfed.experiment.build import Assembly
+    from nestfed.experiment.spec import RunSpec
+
+PROTOCOL = 1
+"""Raised when messages change."""
+LOG = logging.getLogger("flwr")  # what `flwr run --stream` and a site's own terminal show
+
+TROUBLES = {
+    "another-experiment": "it was started for another experiment, or reads this one differently",
+    "another-version": f"it does not run nestfed {nestfed.__version__} with protocol {PROTOCOL}",
+    "lost-state": "it does not have its private fields of the round it last took part in; bring back its `state` "
+    "folder, or set lost-state to restart",
+    "no-plan": "it has no plan yet",
+    "failed": "it could not do what it was asked; its own log says why",
+}
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A problem written in Python instead of an experiment file. `make` is called at every site and coordinator."""
+
+    name: str
+    make: Callable[[], Assembly]
+    run: RunSpec
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the settings as plain data."""
+        return {"custom": self.name, "algorithm": repr(self.make().algorithm), "run": asdict(self.run)}
+
+    def digest(self) -> str:
+        """Return a short name of these settings."""
+        return hashlib.sha256(json.dumps(self.resolved(), sort_keys=True).encode()).hexdigest()[:10]
+
+
+def study_of(source: Any) -> Any:
+    """Return the experiment that a file holds; an `Experiment` or `Custom` as it is."""
+    if isinstance(source, str | Path):
+        from nestfed.experiment.spec import read
+
+        return read(source)
+    return source
+
+
+def as_record(fields: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return fields as a message holds them."""
+    return ArrayRecord({k: Array(v.detach().cpu().contiguous().numpy()) for k, v in fields.items()})
+
+
+def number_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    """Return arrays as a message holds them."""
+    return ArrayRecord({k: Array(np.ascontiguousarray(v).reshape(v.shape)) for k, v in arrays.items()})
+
+
+def arrays_of(record: ArrayRecord, most: int | None = None) -> dict[str, np.ndarray]:
+    """Decode arrays (never pickles), after a look at their size."""
+    if most is not None and sum(len(a.data) for a in record.values()) > most:
+        raise RefusedError("it sent more bytes than were asked for.")
+    try:
+        return {k: np.array(a.numpy()) for k, a in record.items()}
+    except Exception as error:  # a header of hostile bytes may raise anything, from TokenError to MemoryError
+        raise RefusedError("it sent arrays that cannot be read.") from error
+
+
+def tensors_of(record: ArrayRecord, most: int | None = None) -> dict[str, Tensor]:
+    """Decode tensors."""
+    try:
+        return {k: torch.from_numpy(a) for k, a in arrays_of(record, most).items()}
+    except TypeError as error:
+        raise RefusedError("it sent arrays of an unknown kind of number.") from error
+
+
+def stamp_of(study: Any, **more: Any) -> ConfigRecord:
+    """Return what every question begins with: protocol, version, experiment."""
+    return ConfigRecord({"protocol": PROTOCOL, "version": nestfed.__version__, "digest": study.digest(), **more})
+
+
+def mismatch(study: Any, stamp: Mapping[str, Any]) -> str:
+    """Return the kind of trouble if a stamp is not ours, else nothing."""
+    if stamp.get("protocol") != PROTOCOL or stamp.get("version") != nestfed.__version__:
+        return "another-version"
+    return "another-experiment" if stamp.get("digest") != study.digest() else ""
+
+
+def broadcast_record(encoding: Encoding, shared: Fields) -> ArrayRecord:
+    """Return the shared fields as they are sent down."""
+    return as_record({k: squeeze(encoding.down, v)[""] for k, v in shared.items()} if encoding.down else shared)
+
+
+def fields_of(encoding: Encoding, record: ArrayRecord) -> dict[str, Tensor]:
+    """Return the shared fields of a broadcast."""
+    fields = tensors_of(record)
+    return {k: v.view(torch.bfloat16) for k, v in fields.items()} if encoding.down == "bfloat16" else fields
+
+
+def plan_record(plan: Plan) -> tuple[ConfigRecord, ArrayRecord]:
+    """Return the common plan as a message holds it."""
+    words: dict[str, Any] = {"clients": plan.clients, "shape": list(plan.shape), "p": plan.p}
+    words |= {"classes": list(plan.classes), "features": list(plan.features)}
+    arrays = {"mean": plan.mean, "deviation": plan.deviation, "gaps": plan.gaps}
+    return ConfigRecord(words), number_record(arrays)
+
+
+def plan_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Plan:
+    """Return the plan of a message or a file."""
+    from nestfed.data.encoding import Plan
+
+    return Plan(
+        int(words["clients"]), tuple(words["shape"]), tuple(words["classes"]), float(words["p"]),
+        tuple(words["features"]), arrays["mean"], arrays["deviation"], arrays["gaps"].astype(bool),
+    )  # fmt: skip
+
+
+def write_plan(path: Path, plan: Plan, token: str) -> None:
+    """Keep the plan for a run that goes on."""
+    words, _ = plan_record(plan)
+    arrays = {"mean": plan.mean, "deviation": plan.deviation, "gaps": plan.gaps.astype(np.uint8)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, save_arrays(arrays, {"plan": json.dumps(dict(words)), "token": token}))
+
+
+def read_plan(path: Path) -> tuple[Plan, str] | None:
+    """Return the plan that was kept, and the run's token."""
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "np") as file:
+            words = file.metadata()
+            return plan_of(json.loads(words["plan"]), {k: file.get_tensor(k) for k in file.keys()}), words["token"]  # noqa: SIM118
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise NestfedError(f"{path} is damaged: delete it, or start in another directory.") from error

@@ -1,0 +1,1 @@
+"""An experiment file, and what carries it out: prepare, build, run, tune, compare."""

@@ -1,0 +1,276 @@
+"""From a data set to what the clients hold: labels, hold-outs, imbalance, partition, scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nestfed.core import NestfedError
+from nestfed.data import partition
+from nestfed.data.encoding import Scaling, standardise
+from nestfed.data.sources import Dataset, load, load_table
+
+_TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
+PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "mnist": ((0.1307,), (0.3081,)),
+    "fashion-mnist": ((0.2860,), (0.3530,)),
+    "cifar-10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "tiny-imagenet": _TINY,
+    "tiny-imagenet-200": _TINY,
+}
+"""The usual mean and deviation per channel, of pixels in [0, 1]. Other images are left in [0, 1]."""
+KEEP_AS_FLOATS = 300_000_000
+"""Images that need fewer bytes as floats are converted once, larger sets batch by batch."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The [data] table of an experiment."""
+
+    name: str = ""
+    file: str = ""
+    """A table of the user's own, instead of a name."""
+    target: str = ""
+    """Its column that is to be predicted."""
+    classes: tuple[str, ...] = ()
+    """The values of that column, in order, where a file may not hold all of them."""
+    columns: tuple[str, ...] = ()
+    """Its columns that are no features but to divide by: a hospital, a patient."""
+    drop: tuple[str, ...] = ()
+    folder: str = ""
+    """Where the files of a named data set are, if neither in NESTFED_DATA nor in the cache."""
+    binary: bool = False
+    """Second half of the classes against the first."""
+    positive: tuple[int, ...] = ()
+    """The positive classes, if not the second half."""
+    remove: str = ""
+    """The side, positive or negative, of which `fraction` is removed from the training examples."""
+    fraction: float = 0.8
+    validation: float = 0.0
+    """The share of the training examples that is set aside for tuning, before anything is removed."""
+    test: float = 0.25
+    """The share that is set aside as test set where the origin names none, or by every client of its own."""
+    split: int = 0
+    """Which test set that is. It does not depend on run.seed: tuning, which has a seed of its own, must not see it."""
+    group: str = ""
+    """The column whose values (patients) never stand on both sides of a split; "patient" if there is such a column."""
+    limit: int = 0
+    """At most so many training examples, for quick tries; 0 means all."""
+
+
+@dataclass(frozen=True)
+class PartitionSpec:
+    """The [partition] table of an experiment."""
+
+    kind: str = "even"
+    """even, similar, all-classes, k-classes, dirichlet, column, or pooled (one client)."""
+    clients: int = 16
+    similarity: float = 0.95
+    k: int = 5
+    alpha: float = 0.5
+    minimum: int = 1
+    column: str = ""
+    smallest: int = 1
+    fallback: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Examples set aside. If they stay with the clients, `parts` says which are whose."""
+
+    x: Tensor
+    y: Tensor
+    parts: Sequence[np.ndarray] = ()
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Their hospital, region, …, for evaluation by group."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Examples ready for clients and for evaluation."""
+
+    x: Tensor
+    y: Tensor
+    parts: Sequence[np.ndarray]
+    names: Sequence[str]
+    test: Held
+    validation: Held | None
+    classes: int
+    transform: Callable[[Tensor], Tensor] | None
+    summary: partition.Summary
+    """Who holds what for training."""
+
+    @property
+    def positive_rate(self) -> float:
+        """The share of positives in what the clients' mean objective averages over: the mean of their own shares.
+
+        Clients weigh 1/N each whatever their sizes, so this, and not the share in all rows together, is the Pr(y=1)
+        of that mixture. A client tells two counts for it.
+        """
+        return fmean(float((self.y[part] == 1).double().mean()) for part in self.parts)
+
+    def ready(self, x: Tensor) -> Tensor:
+        """Return examples as the model wants them."""
+        return x if self.transform is None else self.transform(x)
+
+
+def prepare(
+    data: DataSpec, parts: PartitionSpec, seed: int, *, own_test: bool = False, scaling: Scaling | None = None
+) -> Prepared:
+    """Load, label, set aside, remove, divide and scale.
+
+    The test set is the origin's, else a share set aside by `data.split`. With `own_test` there is none in the middle:
+    the clients are made first, of the origin's training examples, and each keeps a share of its own for testing (and
+    of the rest for validation). A `scaling` from elsewhere takes the place of these examples' own.
+    """
+    if data.remove not in ("", "positive", "negative"):
+        raise NestfedError(f"data.remove must be 'positive' or 'negative', not {data.remove!r}.")
+    whole, test = _load(data)
+    labels, classes = _labels(whole.y, len(whole.classes), data)
+    if data.remove and classes != 2:
+        raise NestfedError("data.remove needs two classes: set data.binary = true.")
+    rows, strata, owner = np.arange(len(whole)), labels, None
+    if own_test:
+        shares, names = _divide(parts, whole.columns, labels, seed)
+        owner = np.empty(len(whole), np.int64)
+        for n, share in enumerate(shares):
+            owner[share] = n
+        strata = owner * classes + labels  # every client sets aside some of each of its classes
+    tested = rows[:0]
+    if own_test or test is None:
+        rows, tested = _aside(data, whole, strata, rows, data.test, data.split)
+    validated = rows[:0]
+    if data.validation:
+        rows, validated = _aside(data, whole, strata, rows, data.validation, seed)
+    if data.remove:
+        rows = rows[partition.remove(labels[rows], int(data.remove == "positive"), data.fraction, seed)]
+    if data.limit and len(rows) > data.limit:
+        rows = np.sort(np.random.default_rng(seed).choice(rows, data.limit, replace=False))
+    if owner is None:
+        shares, names = _divide(parts, {k: v[rows] for k, v in whole.columns.items()}, labels[rows], seed)
+    else:
+        shares = _owned(owner[rows], len(names))
+        if empty := [name for name, share in zip(names, shares) if not len(share)]:
+            raise NestfedError(f"Client {empty[0]} has no training examples left: lower data.test, or merge clients.")
+    scale, later = _scaling(data.name, whole.x, rows) if scaling is None else (scaling, None)
+    y = torch.from_numpy(labels)
+
+    def held(chosen: np.ndarray) -> Held:
+        parts = _owned(owner[chosen], len(names)) if owner is not None else ()
+        columns = {k: v[chosen] for k, v in whole.columns.items()}
+        return Held(scale(whole.x[chosen]), y[chosen], parts, columns)
+
+    if own_test or test is None:
+        outside = held(tested)
+    else:
+        answers = torch.from_numpy(_labels(test.y, len(test.classes), data)[0])
+        outside = Held(scale(test.x), answers, columns=test.columns)
+    summary = partition.summary(shares, labels[rows], names)
+    called = ("negative", "positive") if data.binary or data.positive else whole.classes
+    return Prepared(
+        scale(whole.x[rows]),
+        y[rows],
+        shares,
+        names,
+        outside,
+        held(validated) if len(validated) else None,
+        classes,
+        later,
+        replace(summary, classes=tuple(called[int(c)] for c in summary.classes)),
+    )
+
+
+def _load(data: DataSpec) -> tuple[Dataset, Dataset | None]:
+    """Return the examples, and the origin's test set if it names one."""
+    if bool(data.name) == bool(data.file):
+        raise NestfedError("data needs a name or a file, and not both.")
+    if data.file:
+        if not data.target:
+            raise NestfedError(f"data.target must name the column of {data.file} that is to be predicted.")
+        table = load_table(
+            Path(data.file), data.target, columns=data.columns, drop=data.drop, classes=data.classes or None
+        )
+        return table, None
+    split = load(data.name, data.folder or None)
+    if not split.train.y.size:
+        raise NestfedError(f"{data.name} has no labels: it is for language modelling.")
+    return split.train, split.test if len(split.test) else None
+
+
+def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, int]:
+    """Return the labels to learn and how many there are: the classes, or 1 for the positive ones."""
+    if not (data.binary or data.positive):
+        return np.array(y, dtype=np.int64), classes
+    positive = data.positive or tuple(range(classes // 2, classes))
+    if wrong := [c for c in positive if not (isinstance(c, int) and 0 <= c < classes)]:
+        raise NestfedError(f"data.positive: there is no class {wrong[0]!r}; the classes are 0 to {classes - 1}.")
+    return np.isin(y, positive).astype(np.int64), 2
+
+
+def _aside(
+    data: DataSpec, whole: Dataset, strata: np.ndarray, rows: np.ndarray, share: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Set a share of some rows aside: by patient where patients are known, otherwise by strata."""
+    group = data.group or ("patient" if "patient" in whole.columns else "")
+    if not group:
+        rest, held = partition.hold_out(len(rows), share, seed, labels=strata[rows])
+    else:
+        rest, held = partition.hold_out(
+            len(rows), share, seed, groups=_column("data.group", group, whole.columns)[rows]
+        )
+    return rows[rest], rows[held]
+
+
+def _column(setting: str, name: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    if name not in columns:
+        known = f"there are {', '.join(columns)}" if columns else "this data set has none"
+        raise NestfedError(f"{setting}: there is no column {name!r} to divide by; {known}.")
+    return columns[name]
+
+
+def _divide(
+    spec: PartitionSpec, columns: Mapping[str, np.ndarray], labels: np.ndarray, seed: int
+) -> tuple[list[np.ndarray], list[str]]:
+    kinds: dict[str, Callable[[], list[np.ndarray]]] = {
+        "even": lambda: partition.even(len(labels), spec.clients, seed),
+        "similar": lambda: partition.similar(labels, spec.clients, spec.similarity, seed),
+        "all-classes": lambda: partition.all_classes(labels, spec.clients, seed),
+        "k-classes": lambda: partition.k_classes(labels, spec.clients, spec.k, seed),
+        "dirichlet": lambda: partition.dirichlet(labels, spec.clients, spec.alpha, seed, spec.minimum),
+        "pooled": lambda: [np.arange(len(labels))],
+    }
+    if spec.kind == "column":
+        coarse = _column("partition.fallback", spec.fallback, columns) if spec.fallback else None
+        return partition.by_column(_column("partition.column", spec.column, columns), spec.smallest, coarse)
+    if spec.kind not in kinds:
+        raise NestfedError(f"partition.kind must be one of {', '.join([*kinds, 'column'])}, not {spec.kind!r}.")
+    shares = kinds[spec.kind]()
+    return shares, ["all"] if spec.kind == "pooled" else [str(n) for n in range(len(shares))]
+
+
+def _owned(owner: np.ndarray, clients: int) -> list[np.ndarray]:
+    """Turn "row → client" into every client's rows."""
+    return [np.flatnonzero(owner == n) for n in range(clients)]
+
+
+def _scaling(name: str, x: np.ndarray, rows: np.ndarray) -> tuple[Scaling, Callable[[Tensor], Tensor] | None]:
+    """Return what turns examples into tensors, and what is left to be done batch by batch."""
+    if x.dtype != np.uint8:
+        return standardise(x[rows]), None
+    mean, deviation = PIXELS.get(name, ((0.0,), (1.0,)))
+    shape = (-1, *(1,) * (x.ndim - 2))
+    factor = (1 / (255 * torch.tensor(deviation))).view(shape)
+    shift = (torch.tensor(mean) / torch.tensor(deviation)).view(shape)
+
+    def transform(pixels: Tensor) -> Tensor:
+        return pixels.float().mul_(factor.to(pixels.device)).sub_(shift.to(pixels.device))
+
+    if 4 * x[:1].size * len(rows) <= KEEP_AS_FLOATS:
+        return lambda pixels: transform(torch.from_numpy(np.array(pixels))), None
+    return lambda pixels: torch.from_numpy(np.array(pixels)), transform

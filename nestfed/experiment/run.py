@@ -1,0 +1,280 @@
+"""An experiment carried out in a directory: one run, or a fair comparison of several methods."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from nestfed.core import DivergedError, NestfedError
+from nestfed.engine.record import read as read_record
+from nestfed.engine.round import Record
+from nestfed.experiment.spec import Experiment, from_tables, identity
+from nestfed.files import locked, write_atomically
+from nestfed.report.drawing import drawable
+from nestfed.report.machine import describe
+
+TUNING_SEED = 1000
+"""Tuning uses seeds from here on, so that no reported seed was ever tuned on."""
+DIVERGED = "diverged.json"
+"""In the directory of a comparison's run that diverged, and would again."""
+
+
+def claim(out: Path, experiment: Experiment) -> None:
+    """Make a run's directory, or refuse one that belongs to another experiment."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NestfedError(f"Cannot make the directory {out}: {error.strerror}.") from error
+    path = out / "experiment.json"
+    settings = json.dumps(experiment.resolved(), indent=2, sort_keys=True)
+    if path.exists():
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise NestfedError(f"{path} cannot be read: {error}.") from error
+        if identity(held) != identity(json.loads(settings)):
+            raise NestfedError(f"{out} holds another experiment; choose another directory with --out.")
+    elif any(not p.name.startswith(".") for p in out.iterdir()):  # what a killed process left does not count
+        raise NestfedError(f"{out} is not empty and holds no run; choose another directory with --out.")
+    else:
+        write_atomically(path, settings.encode())
+
+
+def leads() -> bool:
+    """Tell whether this process writes: not if `torchrun` started it as one of the others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run(
+    experiment: Experiment,
+    out: Path,
+    *,
+    label: str = "",
+    progress: bool | None = None,
+    picture: bool = True,
+    profile: Callable[[Mapping[str, float]], None] | None = None,
+    until: int = 0,
+    tuning: bool = False,
+) -> list[Record]:
+    """Carry out one run in its directory; go on with an unfinished one, leave a finished one alone.
+
+    Who holds what is told in clients.txt and drawn in clients.png. `profile` hears where the time went. With `until`
+    the run pauses after that round. In `tuning` the test data are not looked at.
+    """
+    fresh = not out.exists()
+    if leads():
+        claim(out, experiment)
+    if (out / "finished.json").exists():
+        return read_record(out / "record.jsonl")
+    with locked(out) if leads() else nullcontext():
+        try:
+            return _run(experiment, out, label, progress, picture and leads(), profile, until, tuning)
+        except NestfedError:
+            if fresh and leads() and not read_record(out / "record.jsonl"):
+                shutil.rmtree(out)  # nothing was done, so nothing is left
+            raise
+
+
+def _run(
+    experiment: Experiment,
+    out: Path,
+    label: str,
+    progress: bool | None,
+    picture: bool,
+    profile: Callable[[Mapping[str, float]], None] | None,
+    until: int,
+    tuning: bool,
+) -> list[Record]:
+    from nestfed.experiment.build import assemble
+
+    made = assemble(experiment)
+    if tuning:
+        made = replace(made, test=lambda model: {}, ranks=None)
+    if leads() and not (out / "machine.json").exists():
+        write_atomically(out / "machine.json", json.dumps(describe()).encode())
+    if made.summary is not None and leads():
+        write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
+        if picture and drawable():
+            made.summary.draw(out / "clients.png")
+    if experiment.run.sites == "alone":
+        return _alone(experiment, made, out, until)
+    if experiment.run.sites != "federated":
+        raise NestfedError(f"run.sites must be federated or alone, not {experiment.run.sites!r}.")
+    history = _simulate(experiment, made, made.clients, out, label, progress, until, profile)
+    if leads():
+        _finish(experiment, out, history)
+    return history
+
+
+def _simulate(
+    experiment: Experiment,
+    made: Any,
+    clients: Any,
+    out: Path,
+    label: str,
+    progress: bool | None,
+    until: int,
+    profile: Callable[[Mapping[str, float]], None] | None = None,
+) -> list[Record]:
+    import torch
+    from safetensors.torch import save
+
+    from nestfed.engine.simulate import simulate
+
+    spec = experiment.run
+    metric = spec.metric or made.metric
+    result = simulate(
+        made.problem,
+        made.algorithm,
+        clients,
+        rounds=min(spec.rounds, until or spec.rounds),
+        q=spec.q,
+        seed=spec.seed,
+        device=spec.device,
+        mode=spec.mode,  # type: ignore[arg-type]
+        workers=spec.workers,
+        compile=spec.compile,
+        precision=spec.precision,  # type: ignore[arg-type]
+        accumulate=spec.accumulate,
+        memory_limit=round(spec.memory_gb * 1e9),
+        evaluate=made.evaluate,
+        every=spec.every,
+        output=spec.output,  # type: ignore[arg-type]
+        best=f"val_{metric}" if spec.output == "best" else "",
+        participation=spec.participation or None,
+        failures=spec.failures,
+        encode=spec.encode,
+        reduce=spec.reduce,
+        noise=spec.noise,
+        on_nan=spec.on_nan,
+        directory=out,
+        checkpoint_every=spec.checkpoint_every,
+        progress=progress,
+        label=label,
+        profile=profile is not None,
+    )
+    if profile is not None:
+        profile(result.profile)
+    if not leads():
+        return result.history
+    if hasattr(result.model, "state_dict"):
+        tensors = {k: v.contiguous().clone() for k, v in result.model.state_dict().items()}
+    else:
+        tensors = {"x": result.x.contiguous()}
+    write_atomically(out / "model.safetensors", save(tensors))
+    if made.ranks is not None:
+        from nestfed.report.scores import curves_of
+
+        with torch.no_grad():
+            found = curves_of(*made.ranks(made.problem.bind(result.x)))
+        if found:
+            write_atomically(out / "roc.json", json.dumps(found).encode())
+    return result.history
+
+
+def _alone(experiment: Experiment, made: Any, out: Path, until: int) -> list[Record]:
+    """Train every client by itself; a record is the mean over clients, and the costs are their sums."""
+    histories = []
+    for n in range(len(made.clients)):
+        single = replace(made.clients, parts=[made.clients.parts[n]], names=[made.clients.label(n)])
+        histories.append(_simulate(experiment, made, single, out / f"client-{n}", f"client {n}", False, until))
+    merged = []
+    for rows in zip(*histories):
+        record = dict(rows[0])
+        for key in record:
+            values = [r[key] for r in rows if r.get(key) is not None]
+            if key in ("examples", "seconds", "participants"):
+                record[key] = sum(values)
+            elif key in ("bytes_up", "bytes_down"):
+                record[key] = 0
+            elif key not in ("round", "iteration"):
+                record[key] = fmean(values) if values else None
+        merged.append(record)
+    write_atomically(out / "record.jsonl", "".join(json.dumps(r) + "\n" for r in merged).encode())
+    _finish(experiment, out, merged)
+    return merged
+
+
+def _finish(experiment: Experiment, out: Path, history: Sequence[Record]) -> None:
+    if history[-1]["round"] >= experiment.run.rounds:
+        write_atomically(out / "finished.json", json.dumps(history[-1]).encode())
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a comparison, as plain data for another process."""
+
+    tables: Mapping[str, Any]
+    out: Path
+    until: int = 0
+    """The round after which it pauses, if not at its end."""
+    tuning: bool = False
+    """Only the validation data are evaluated on."""
+    picture: bool = False
+    """Draw who holds what."""
+
+    def done(self) -> bool:
+        """Tell whether there is nothing left to do."""
+        if (self.out / "finished.json").exists() or (self.out / DIVERGED).exists():
+            return True
+        return self.until > 0 and any(r["round"] >= self.until for r in read_record(self.out / "record.jsonl"))
+
+
+def _work(job: Job) -> NestfedError | None:
+    """Carry out a job in a worker process; return an error that the user can mend."""
+    import torch
+
+    from nestfed.engine.simulate import Interrupted
+
+    torch.set_num_threads(1)
+    try:
+        run(from_tables(job.tables), job.out, progress=False, picture=job.picture, until=job.until, tuning=job.tuning)
+    except Interrupted:
+        raise
+    except NestfedError as error:
+        if isinstance(error, DivergedError) and not job.tuning and read_record(job.out / "record.jsonl"):
+            write_atomically(job.out / DIVERGED, json.dumps(str(error)).encode())
+        return error
+    return None
+
+
+def _leave_with_parent() -> None:
+    """End this worker when the command that started it is gone, so that no two ever write to one directory."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            connection.wait([parent.sentinel])
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def carry_out(jobs: Iterable[Job], workers: int, done: Callable[[Job, NestfedError | None], None]) -> None:
+    """Run jobs in parallel, one thread each; `done` hears of each end and of its error, if any."""
+    todo = [job for job in jobs if not job.done()]
+    if not todo:
+        return
+    if workers <= 1 or len(todo) == 1:
+        for job in todo:
+            done(job, _work(job))
+        return
+    context = get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context, initializer=_leave_with_parent) as pool:
+        futures = {pool.submit(_work, job): job for job in todo}
+        try:
+            for future in as_completed(futures):
+                done(futures[future], future.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -1,0 +1,383 @@
+"""Tuning: every method tries settings of its grid on validation data, all by one rule, in parallel, resumable.
+
+A method's trials are an Optuna study in `trials.log`; each trial is an ordinary run in a directory of its own. At a
+quarter and at half of the rounds the better half of a method's trials goes on and the others stop: the same rule for
+all methods, and one that waits for every trial, so that the outcome does not depend on who was faster.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import RandomSampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from nestfed.core import DivergedError, NestfedError
+from nestfed.engine.record import read as read_record
+from nestfed.experiment.run import TUNING_SEED, Job, carry_out
+from nestfed.experiment.spec import Experiment
+from nestfed.files import locked, write_atomically
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+
+TRIALS = 10
+"""Trials of a method whose grid has ranges, unless another number is asked for."""
+STOPS = (0.25, 0.5)
+"""The shares of the rounds after which the worse half of the trials stops."""
+STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of one trial."""
+
+    settings: Mapping[str, Any]
+    state: str
+    """finished, stopped (early, as one of the worse half) or failed (it diverged)."""
+    value: float | None
+    """The validation metric when it ended."""
+    round: int
+    """The round in which that was taken."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning found for one method."""
+
+    method: str
+    chosen: Mapping[str, Any]
+    trials: Sequence[Trial] = ()
+    """Empty if there was nothing to choose."""
+
+
+class Halving(optuna.pruners.BasePruner):
+    """Of `count` trials the better half goes on after each of the rungs; those that failed are among the worse."""
+
+    def __init__(self, count: int, rungs: Sequence[int]) -> None:
+        self.count, self.rungs = count, rungs
+
+    def prune(self, study: Study, trial: FrozenTrial) -> bool:
+        """Tell whether a trial stops; every trial's value at this round must have been reported."""
+        step = trial.last_step
+        if step is None or step not in self.rungs:
+            return False
+        values = [(-t.intermediate_values[step], t.number) for t in study.trials if step in t.intermediate_values]
+        kept = math.ceil(self.count / 2 ** sum(rung <= step for rung in self.rungs))
+        return (-trial.intermediate_values[step], trial.number) not in sorted(values)[:kept]
+
+
+def search_space(experiment: Experiment, method: str) -> dict[str, BaseDistribution]:
+    """Return what a method's [methods.NAME.grid] says: for every dotted setting a list of values, or a range.
+
+    A range is {low, high}, with log = true for one of orders of magnitude; whole numbers at both ends mean whole numbers.
+    """
+    space: dict[str, BaseDistribution] = {}
+    for key, given in experiment.methods.get(method, {}).get("grid", {}).items():
+        where = f"methods.{method}.grid.{key!r}"
+        if isinstance(given, list) and given:
+            space[key] = CategoricalDistribution([_scalar(value) for value in given])
+        elif isinstance(given, Mapping) and {"low", "high"} <= set(given) <= {"low", "high", "log"}:
+            low, high, log = given["low"], given["high"], given.get("log", False)
+            whole = isinstance(low, int) and isinstance(high, int)
+            try:
+                space[key] = IntDistribution(low, high, log) if whole else FloatDistribution(low, high, log)
+            except (TypeError, ValueError) as error:
+                raise NestfedError(f"{where} is no range: {error}") from error
+        else:
+            raise NestfedError(f"{where} must be a list of values to try, or a range {{low, high, log}}.")
+    return space
+
+
+def _scalar(value: Any) -> Any:
+    """Return a value as Optuna can store it; a table or a list is told as text."""
+    return json.dumps(value) if isinstance(value, dict | list) else value
+
+
+def _settings(experiment: Experiment, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a trial's settings as they stand in the file, in the file's order."""
+    grid = experiment.methods.get(method, {}).get("grid", {})
+    originals = {k: {_scalar(v): v for v in given} if isinstance(given, list) else {} for k, given in grid.items()}
+    return {k: originals[k].get(params[k], params[k]) for k in grid}
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The trials of one method."""
+
+    method: str
+    experiment: Experiment
+    variant: Experiment
+    study: Study
+    plan: Sequence[int]
+    """The rounds at which trials pause, and that of their end."""
+    judge: str
+    out: Path
+    seeds: int
+    """Every trial is run with so many seeds, and judged by their mean."""
+
+    def settings(self, trial: FrozenTrial) -> dict[str, Any]:
+        return _settings(self.experiment, self.method, trial.params)
+
+    def jobs(self, trial: FrozenTrial, until: int) -> list[Job]:
+        made = []
+        for s in range(self.seeds):
+            # What the run would output does not matter here, and "uniform" could not pause.
+            fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed + s, "run.output": "last"}
+            tables = self.variant.with_overrides({**self.settings(trial), **fixed}).source
+            tables = {k: v for k, v in tables.items() if k != "methods"}
+            name = f"trial-{trial.number:03d}" + (f"-again-{s}" if s else "")
+            made.append(Job(tables, self.out / self.method / name, until, tuning=True))
+        return made
+
+    def running(self) -> list[FrozenTrial]:
+        return self.study.get_trials(states=(TrialState.RUNNING,))
+
+    def judged(self, jobs: Mapping[int, Sequence[Job]], step: int, errors: Mapping[Path, str]) -> None:
+        """Report every running trial's value at a round, then stop those that are not to go on."""
+        failed = {number: errors[job.out] for number, runs in jobs.items() for job in runs if job.out in errors}
+        if len(failed) == len(jobs) and not self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
+            raise NestfedError(f"Every trial of {self.method} failed, the first with: {failed[min(failed)]}")
+        for number in failed:
+            self.study.tell(number, state=TrialState.FAIL)
+        going = {t.number: t for t in self.running() if t.number in jobs}
+        for number, trial in going.items():
+            if step not in trial.intermediate_values:
+                value = fmean(validation(job.out, self.judge, step) for job in jobs[number])
+                optuna.trial.Trial(self.study, trial._trial_id).report(value, step)
+        for trial in self.running():
+            if trial.number in going:
+                if step == self.plan[-1]:
+                    self.study.tell(trial.number, trial.intermediate_values[step])
+                elif optuna.trial.Trial(self.study, trial._trial_id).should_prune():
+                    self.study.tell(trial.number, state=TrialState.PRUNED)
+
+    def outcome(self) -> Tuned:
+        trials = []
+        for t in self.study.trials:
+            value = t.intermediate_values[t.last_step] if t.last_step is not None else None
+            trials.append(Trial(self.settings(t), STATES[t.state], value, t.last_step or 0))
+        # Should all that went on have failed, the best of those that went farthest before is taken.
+        sound = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+        best = max(sound, key=lambda t: (t.last_step or 0, t.intermediate_values[t.last_step or 0], -t.number))
+        return Tuned(self.method, self.settings(best), trials)
+
+
+def validation(out: Path, metric: str, step: int) -> float:
+    """Return a run's validation metric at a round; one that is not a number counts as the worst."""
+    records = [r for r in read_record(out / "record.jsonl") if metric in r]
+    if not records:
+        raise NestfedError(f"The records in {out} hold no {metric!r}: tuning needs a metric on validation data.")
+    found = [r[metric] for r in records if r["round"] == step]
+    return float(found[-1]) if found and found[-1] is not None else -math.inf
+
+
+def pauses(rounds: int, every: int) -> list[int]:
+    """Return the rounds after which the worse half stops: those of an evaluation, before the end."""
+    steps = {math.ceil(share * rounds / every) * every for share in STOPS}
+    return sorted(step for step in steps if step < rounds)
+
+
+def trial_rounds(variant: Experiment, most: int) -> int:
+    """Return how many rounds a trial of a method has, if it may have so many (0: any number)."""
+    return min(most or variant.run.rounds, variant.run.rounds)
+
+
+def number(space: Mapping[str, BaseDistribution], trials: int) -> int:
+    """Return how many trials a method has: as many as asked for, if there are so many points; by default all."""
+    if any(not isinstance(d, CategoricalDistribution) for d in space.values()):
+        return trials or TRIALS
+    size = math.prod(len(d.choices) for d in space.values() if isinstance(d, CategoricalDistribution))
+    return min(trials or size, size)
+
+
+def drawn(space: dict[str, BaseDistribution], count: int) -> list[dict[str, Any]]:
+    """Return the points to try, always the same ones: random ones if there are ranges, else points of the grid.
+
+    Some of a grid are drawn so that the values of its first setting, by custom the step size, take turns, and at equal
+    places in grids of equal shape: else the draw would decide which method gets the good step sizes.
+    """
+    lists = {k: list(d.choices) for k, d in space.items() if isinstance(d, CategoricalDistribution)}
+    if len(lists) < len(space):
+        study = optuna.create_study(sampler=RandomSampler(seed=TUNING_SEED))
+        return [study.ask(space).params for _ in range(count)]
+    places = list(itertools.product(*(range(len(values)) for values in lists.values())))
+    random.Random(TUNING_SEED).shuffle(places)
+    seen: Counter[int] = Counter()
+    turns = []
+    for place in places:
+        turns.append((seen[place[0]], place))
+        seen[place[0]] += 1
+    turns.sort(key=lambda turn: turn[0])
+    return [{k: lists[k][i] for k, i in zip(lists, place)} for _, place in turns[:count]]
+
+
+def _storage(path: Path) -> JournalStorage:
+    """Open the file of all studies; what a crash left of a line, and its lock, are removed (only one command holds the directory)."""
+    if path.exists():
+        text = path.read_bytes()
+        if not text.endswith(b"\n"):
+            write_atomically(path, text[: text.rfind(b"\n") + 1])
+    Path(f"{path}.lock").unlink(missing_ok=True)
+    return JournalStorage(JournalFileBackend(str(path)))
+
+
+def _open(
+    experiment: Experiment,
+    method: str,
+    variant: Experiment,
+    judge: str,
+    out: Path,
+    trials: int,
+    stopping: bool,
+    seeds: int,
+) -> _Search:
+    """Return a method's study, new or gone on with, with all its trials drawn."""
+    space = search_space(experiment, method)
+    count = number(space, trials)
+    rungs = pauses(variant.run.rounds, variant.run.every) if stopping else []
+    grid = experiment.methods[method]["grid"]
+    several = [seeds] if seeds > 1 else []
+    told = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs, *several], sort_keys=True)
+    identity = hashlib.sha256(told.encode()).hexdigest()
+    study = optuna.create_study(
+        study_name=method,
+        storage=_storage(out / "trials.log"),
+        direction="maximize",
+        load_if_exists=True,
+        pruner=Halving(count, rungs),
+    )
+    if study.user_attrs.get("identity", identity) != identity:
+        raise NestfedError(f"{out} holds another tuning of {method}; choose another directory with --out.")
+    study.set_user_attr("identity", identity)
+    for params in drawn(space, count)[len(study.trials) :]:
+        study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=space))
+    return _Search(method, experiment, variant, study, (*rungs, variant.run.rounds), judge, out, seeds)
+
+
+def tune(
+    experiment: Experiment,
+    methods: Sequence[str],
+    out: Path,
+    *,
+    trials: int = 0,
+    rounds: int = 0,
+    stopping: bool = True,
+    seeds: int = 1,
+    workers: int | None = None,
+    tell: Callable[[str], None] = lambda sentence: None,
+) -> tuple[str, dict[str, Tuned]]:
+    """Let every method try settings, and choose the best by validation data; return the metric and what was found.
+
+    `trials` is the number for each method (0: its whole grid; one with fewer points tries them all), `rounds` how long
+    each may be (0: as long as a run). Without `stopping` every trial runs to its end. With several `seeds` a trial is judged
+    by the mean over them. The same call goes on with what is in `out`.
+    """
+    from nestfed.experiment.build import assemble
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if trials < 0:
+        raise NestfedError(f"trials must be at least 1, not {trials}.")
+    metric, judges, found, variants = "", {}, {}, {}
+    for name in methods:
+        variant = experiment.for_method(name)
+        variants[name] = variant = variant.with_overrides({"run.rounds": trial_rounds(variant, rounds)})
+        space = search_space(experiment, name)
+        start = {k: d.choices[0] if isinstance(d, CategoricalDistribution) else d.low for k, d in space.items()}  # type: ignore[attr-defined]
+        start = _settings(experiment, name, start)
+        made = assemble(variant.with_overrides(start))
+        metric = experiment.run.metric or made.metric
+        judges[name] = f"val_{metric}"
+        if all(d.single() for d in space.values()):
+            found[name] = Tuned(name, start)
+        elif made.validation is None:
+            raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        searches = [
+            _open(experiment, n, variants[n], judges[n], out, trials, stopping, seeds)
+            for n in methods
+            if n not in found
+        ]
+        _search(searches, workers or os.cpu_count() or 1, tell)
+    found |= {s.method: s.outcome() for s in searches}
+    return metric, {name: found[name] for name in methods}
+
+
+def _search(searches: Sequence[_Search], workers: int, tell: Callable[[str], None]) -> None:
+    """Carry out all trials, stage by stage."""
+    for stage in range(max((len(s.plan) for s in searches), default=0)):
+        todo = {
+            s.method: {t.number: s.jobs(t, s.plan[stage]) for t in s.running()} for s in searches if stage < len(s.plan)
+        }
+        errors: dict[Path, str] = {}
+        jobs = [job for of_method in todo.values() for of_trial in of_method.values() for job in of_trial]
+        total, count = sum(not job.done() for job in jobs), itertools.count(1)
+
+        def on_trial(job: Job, error: NestfedError | None, errors: dict[Path, str] = errors, of: int = total) -> None:
+            if isinstance(error, DivergedError):
+                errors[job.out] = str(error)
+            elif error is not None:  # a full disk, say: no fault of the settings
+                raise NestfedError(f"{job.out.parent.name}, {job.out.name}: {error}") from error
+            tell(f"tuning, to round {job.until}: {next(count)}/{of}")  # noqa: B023 (called before the next stage)
+
+        carry_out(jobs, workers, on_trial)
+        for search in searches:
+            if todo.get(search.method):
+                search.judged(todo[search.method], search.plan[stage], errors)
+
+
+def tuned_tables(experiment: Experiment, tuned: Mapping[str, Tuned]) -> dict[str, Any]:
+    """Return the experiment's tables with the chosen settings in the place of every grid."""
+    tables = copy.deepcopy(dict(experiment.source))
+    for name, outcome in tuned.items():
+        table = tables.setdefault("methods", {}).setdefault(name, {})
+        table.pop("grid", None)
+        table["algorithm"] = dict(experiment.for_method(name).source["algorithm"])  # a method's table replaces it whole
+        for key, value in outcome.chosen.items():
+            section, _, setting = key.partition(".")
+            table.setdefault(section, {})[setting] = value
+    tables["methods"] = {name: table for name, table in tables.get("methods", {}).items() if name in tuned}
+    return tables
+
+
+def write_tuned(experiment: Experiment, tuned: Mapping[str, Tuned], path: Path) -> Path:
+    """Write an experiment file with the chosen settings, for `nestfed compare`."""
+    import tomli_w
+
+    text = tomli_w.dumps(tuned_tables(experiment, tuned))
+    tomllib.loads(text)
+    write_atomically(path, text.encode())
+    return path
+
+
+def shown(tuned: Mapping[str, Tuned], metric: str) -> tuple[list[str], list[list[str]]]:
+    """Return a table for people: every trial, best first, the chosen settings marked."""
+    rows = []
+    for outcome in tuned.values():
+        told = " ".join(f"{k.split('.')[-1]}={v}" for k, v in outcome.chosen.items())
+        if not outcome.trials:
+            rows.append([outcome.method, told or "as in the file", "", "", "nothing to choose"])
+        for trial in sorted(outcome.trials, key=lambda t: (-t.round, -(t.value or -math.inf))):
+            told = " ".join(f"{k.split('.')[-1]}={v}" for k, v in trial.settings.items())
+            value = "" if trial.value is None else f"{trial.value:.4f}"
+            state = "chosen" if trial.state == "finished" and trial.settings == outcome.chosen else trial.state
+            rows.append([outcome.method, told, value, str(trial.round), state])
+    return ["method", "settings", f"{metric} on validation", "after round", ""], rows

@@ -1,0 +1,135 @@
+"""Files: atomic writes, and a lock that keeps a directory for one process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from nestfed.core import NestfedError
+
+try:
+    import fcntl
+except ImportError:  # not on this system, which then has no lock
+    fcntl = None  # type: ignore[assignment]
+
+NAME = ".lock"
+POLL = 0.2
+_held: dict[Path, tuple[int, int]] = {}
+"""Directories that this process holds: the file descriptor, and the thread that may enter again."""
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that it is whole or not there, also after a power cut."""
+    with written(path.parent / f".{path.name}.{os.getpid()}.tmp", lambda: path) as file:
+        file.write(content)
+
+
+@contextmanager
+def written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
+    """Open a file that gets its name when all is written and on the disk."""
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(name())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise NestfedError(f"Cannot write {name()}: {error.strerror or error}.") from error
+
+
+def sweep(directory: Path) -> None:
+    """Delete what a process that was killed left half written; only for whoever holds the directory's lock."""
+    for leftover in directory.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
+    """Hold a directory, or refuse after `patience` seconds with a sentence that names the process that does.
+
+    The system frees the lock when its process ends, also by SIGKILL. The thread that holds a directory may enter it
+    again. The file holds pid, host and time of the holder and is deleted at the end.
+    """
+    place = directory.resolve()
+    if fcntl is None or (place in _held and _held[place][1] == threading.get_ident()):
+        yield
+        return
+    if place in _held:
+        raise NestfedError(_refusal(directory, {"pid": os.getpid(), "host": socket.gethostname()}))
+    handle = _take(place, directory, time.monotonic() + patience)
+    _held[place] = (handle, threading.get_ident())
+    try:
+        yield
+    finally:
+        del _held[place]
+        (place / NAME).unlink(missing_ok=True)  # while it is still ours
+        os.close(handle)
+
+
+def _take(place: Path, directory: Path, end: float) -> int:
+    """Return the descriptor of the lock file in `place`, locked; `directory` is what the user calls it."""
+    path = place / NAME
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise NestfedError(f"Cannot write {path}: {error.strerror}.") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                holder = _holder(handle)
+                os.close(handle)
+                if time.monotonic() < end:
+                    time.sleep(POLL)
+                    continue
+                raise NestfedError(_refusal(directory, holder)) from error
+            warnings.warn(f"{directory} lies where files cannot be locked: start no second run in it.", stacklevel=4)
+        # The holder before us deletes its file: what we have locked may have no name any more.
+        try:
+            if os.path.samestat(path.stat(), os.fstat(handle)):
+                break
+        except FileNotFoundError:
+            pass
+        os.close(handle)
+    told = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with contextlib.suppress(OSError):  # a full disk: the lock holds, only the name is missing
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(told).encode(), 0)
+    return handle
+
+
+def _holder(handle: int) -> dict[str, Any]:
+    try:
+        told = json.loads(os.pread(handle, 1000, 0))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _refusal(directory: Path, holder: dict[str, Any]) -> str:
+    who = f"Process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "Another process"
+    since = f" since {holder['since']}" if "since" in holder else ""
+    return f"{who} has been at work in {directory}{since}: wait for its end, or choose another directory."
+
+
+def _forget() -> None:
+    """Let a forked child hold nothing, so that a lock ends with the process that took it."""
+    for handle, _ in _held.values():
+        os.close(handle)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,7 @@
+"""The high-level interface: estimators in scikit-learn's conventions, trained over sites."""
+
+from nestfed.study.labelled import FederatedAUC, FederatedAUPRC, FederatedClassifier
+from nestfed.study.meta import FederatedMAML
+from nestfed.study.saddle import FederatedMinimax
+
+__all__ = ["FederatedAUC", "FederatedAUPRC", "FederatedClassifier", "FederatedMAML", "FederatedMinimax"]

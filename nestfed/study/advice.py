@@ -1,0 +1,241 @@
+"""Which method and which step size, and why; and what people should be warned of, with the page that explains it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestfed import algorithms, theory
+from nestfed.core import Algorithm, NestfedError, Saddle, Schedule
+from nestfed.engine.round import Record
+from nestfed.problems.base import Sample, Tape
+
+PAGE = "docs/warnings.md"
+
+
+class NestfedWarning(UserWarning):
+    """Something that people should know; it ends with the page that explains it."""
+
+
+class TheoryWarning(NestfedWarning):
+    """A setting outside what the method's theorem covers."""
+
+
+def warn(sentence: str, anchor: str, category: type[NestfedWarning] = NestfedWarning) -> None:
+    """Warn, and name the page."""
+    warnings.warn(f"{sentence} See {PAGE}#{anchor}.", category, stacklevel=3)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Choosing
+
+STEPS: Mapping[str, tuple[str, ...]] = {
+    "local-sgda": ("eta_theta", "eta_w"),
+    "momentum-local-sgda": ("eta_theta", "eta_w"),
+    "fmgda": ("c_hat", "c"),
+    "local-scgdm": ("beta",),
+    "local-scgdm-tasks": ("beta",),
+    "fcsg": ("alpha",),
+    "fcsg-m": ("alpha",),
+    "acc-fcsg-m": ("alpha",),
+    "bsgd": ("alpha",),
+    "bspiderboost": ("alpha",),
+}
+"""What a method calls its step size, where it is not eta."""
+
+STEP: Mapping[str, float] = {"auroc": 1.5, "auprc": 1.0, "classify": 2.0, "maml": 0.5, "minimax": 0.5}
+"""The default step size by kind of objective, in multiples of 1/L, measured (docs/choosing.md)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method and the reason for it."""
+
+    name: str
+    why: str
+
+
+def choose(objective: str, *, clients: int, rounds: int, participation: int | float | None = None) -> Choice:
+    """Choose a method by the kind of objective, by who takes part, and by how many rounds there are.
+
+    Methods that send or keep more (momentum, control variates) pay only when everybody takes part and there are rounds
+    enough to use it; the evidence is in docs/choosing.md.
+    """
+    share = 1.0 if participation is None else participation / clients if _count(participation) else participation
+    partial = clients > 1 and share < 1
+    if objective == "auroc":
+        if partial:
+            return Choice("local-sgda", "it keeps nothing at a site, so sites that sit out some rounds do no harm")
+        return Choice("fmgda", "on eICU it was ahead of CODA+ at every step size tried, on heart disease about even")
+    if objective == "auprc":
+        if partial or rounds < 10:
+            return Choice(
+                "fcsg", "it sends half of what FCSG-M sends and keeps no momentum that absent sites would miss"
+            )
+        return Choice(
+            "fcsg-m", "it maximises average precision directly, and its momentum steadies the few positives of a batch"
+        )
+    if objective == "maml":
+        return Choice("local-scgdm", "it follows the inner value by momentum and needs no fixed set of tasks")
+    if objective == "minimax":
+        if partial:
+            return Choice("local-sgda", "it keeps nothing at a site, so sites that sit out some rounds do no harm")
+        return Choice("fmgda", "its recursive momentum for both players has the best rate of the minimax methods")
+    if objective == "classify":
+        return Choice("fedavg", "the objective is a plain average of losses")
+    raise NestfedError(f"There is no objective {objective!r}: choose auroc, auprc, classify, maml or minimax.")
+
+
+def _count(participation: int | float) -> bool:
+    return isinstance(participation, int) and not isinstance(participation, bool)
+
+
+def configure(
+    name: str, lr: Schedule | None, settings: Mapping[str, Any] | None, *, rounds: int, q: int
+) -> Algorithm[Any, Any]:
+    """Make a method from its name, one step size and further settings."""
+    method = algorithms.find(name)
+    known = {f.name for f in fields(method)}  # type: ignore[arg-type]
+    given = dict(settings or {})
+    if name == "fmgda" and callable(lr):  # its steps are ĉη(t) and cη(t) with numbers ĉ and c
+        given = {"eta": lr, "c_hat": 1.0, "c": 1.0} | given
+        lr = None
+    for step in STEPS.get(name, ("eta",)):
+        if lr is not None:
+            given.setdefault(step, lr)
+    if "T0" in known:  # two stages: the step falls threefold after a quarter of the rounds
+        given.setdefault("T0", q * max(1, math.ceil(rounds / 4)))
+    return algorithms.build(name, **given)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is wrong with the data or the outcome
+
+
+def few_positives(names: Sequence[str], positives: Sequence[int], examples: Sequence[int], least: int = 5) -> None:
+    """Warn of sites with almost no positives (or negatives), once for all of them."""
+    poor = [(n, p, m) for n, p, m in zip(names, positives, examples) if min(p, m - p) < least]
+    if not poor:
+        return
+    name, p, m = min(poor, key=lambda row: min(row[1], row[2] - row[1]))
+    which = f"Site {name} has" if len(poor) == 1 else f"{len(poor)} of {len(names)} sites have"
+    warn(
+        f"{which} fewer than {least} positives or negatives ({name}: {p} of {m} positive), so what it learns of the "
+        "rarer class is mostly noise.",
+        "few-positives",
+    )
+
+
+def look_at(history: Sequence[Record], metric: str, moved: float) -> list[str]:
+    """Warn of drift and of a metric that stalls at chance; return hints that need no warning.
+
+    `moved` is the distance from the start to the end. Drift is judged by the clients' mean squared distance from their
+    mean after a round, against the mean squared length of such a round's common move.
+    """
+    rounds = [r for r in history if r.get("drift") is not None and r["round"] > 0]
+    late = rounds[len(rounds) // 2 :]
+    if late:
+        spread = math.sqrt(sum(max(r["drift"], 0.0) for r in late) / len(late))
+        if moved > 0 and spread > moved:
+            warn(
+                f"The sites' models drift apart: after a round they lie {spread:.3g} from their mean, further than "
+                f"training has moved it in all ({moved:.3g}); take fewer local steps (q) or a smaller lr.",
+                "drift",
+            )
+    values = [r[metric] for r in history if r.get(metric) is not None]
+    if metric == "auroc" and len(values) >= 3 and all(abs(v - 0.5) < 0.03 for v in values[len(values) // 2 :]):
+        warn(
+            f"AUROC stalls at {values[-1]:.3f}, which is chance: try another lr (`nestfed lr-find`), and look whether "
+            "the target can be told from these features at all.",
+            "stalled",
+        )
+    return plateau(history, metric)
+
+
+def plateau(history: Sequence[Record], metric: str) -> list[str]:
+    """Return a hint if the second half of the rounds gained nothing, or if the metric was still rising at the end."""
+    curve = [(r["round"], r[metric]) for r in history if r.get(metric) is not None]
+    if len(curve) < 6:
+        return []
+    half = len(curve) // 2
+    early, late = max(v for _, v in curve[:half]), max(v for _, v in curve[half:])
+    if late - early < 1e-3:
+        return [f"{metric} did not rise after round {curve[half - 1][0]}: fewer rounds would do."]
+    quarter = [v for _, v in curve[-max(2, len(curve) // 4) :]]
+    if quarter[-1] - quarter[0] > 0.01:
+        return [f"{metric} was still rising at the end: more rounds should help."]
+    return []
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The theorems
+
+
+def smoothness(problem: Any, clients: Any, seed: int = 0, most: int = 32, steps: int = 6) -> float:
+    """Estimate, from below, the smoothness of the clients' objectives at the start: the largest stretch of gradients.
+
+    Power iteration on ∇F_n(x + εv) − ∇F_n(x), with one fixed batch of each of up to `most` clients; the largest of them
+    counts, as local steps must be stable everywhere. Of a minimax problem both players' gradients count. The true
+    constant is a supremum over all points and batches, so it can only be larger.
+    """
+    some = clients.seeded(seed) if hasattr(clients, "seeded") else clients
+    d = problem.x0.numel()
+    saddle = isinstance(problem, Saddle)
+    at = torch.cat([problem.x0, problem.w0]) if saddle else problem.x0
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(at.shape, generator=generator, dtype=at.dtype).to(at.device)
+    largest, epsilon = 0.0, 1e-2
+    count = min(most, len(some))
+    for n in (round(i * len(some) / count) for i in range(count)):
+        batch = Sample(some.sample(n, 0), tape=Tape(), eager=True)
+
+        def gradient(z: Tensor, batch: Sample = batch) -> Tensor:
+            return torch.cat(problem.grads(z[:d], z[d:], batch)) if saddle else problem.grad(z, batch)
+
+        base, v = gradient(at), start
+        for _ in range(steps):
+            v = v / v.norm().clamp_min(1e-30)
+            v = (gradient(at + epsilon * v) - base) / epsilon
+        largest = max(largest, float(v.norm()))
+    return largest
+
+
+def prescribed(name: str, L: float, *, N: int, T: int, b: int = 1, mu: float = 0.5) -> theory.Prescription:
+    """Return what a method's theorem prescribes for an objective of smoothness L (μ: concavity in w)."""
+    L = max(L, 1e-6)
+    constants: dict[str, Any] = {"N": N, "T": max(T, 1), "b": b}
+    kind = theory.method(name)
+    known = {*kind.required, *kind.optional}
+    if "S_g" in known and "S_f" in known:
+        constants |= {"S_g": L, "S_f": 0.0, "L_f": 1.0}
+    elif "mu" in known:
+        constants |= {"L_f": max(L, 1.0), "mu": min(mu, max(L, 1.0))}
+    elif "L" in known:
+        constants |= {"L": L}
+    return theory.prescribe(name, **{k: v for k, v in constants.items() if k in known})
+
+
+def check_theory(algorithm: Algorithm[Any, Any], L: float, *, N: int, T: int, q: int, b: int = 1) -> list[str]:
+    """Warn if the step size or q breaks a condition of the method's theorem, given the smoothness; return the breaches."""
+    if algorithm.name not in theory.METHODS:
+        return []
+    plan = prescribed(algorithm.name, L, N=N, T=T, b=b)
+    own = {k: getattr(algorithm, k) for k in plan.steps if hasattr(algorithm, k)}
+    try:
+        broken = plan.replace(**own, q=q).violated()
+    except NestfedError:  # a schedule that the theorem is not about
+        return []
+    if broken:
+        warn(
+            f"{algorithm.name}: {broken[0]} (S_F or L = {L:.3g}, estimated from the data; measured step sizes often "
+            "exceed what the theorem covers and work.)",
+            "theorem",
+            TheoryWarning,
+        )
+    return broken

@@ -1,0 +1,413 @@
+"""Estimators for labelled examples at several sites: AUROC, average precision, classification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_feature_names, _check_n_features, check_is_fitted
+from torch import Tensor
+
+from nestfed import metrics
+from nestfed.data.clients import Examples, Pairs
+from nestfed.data.partition import Summary
+from nestfed.problems.auprc import AUPRC
+from nestfed.problems.classify import Classify
+from nestfed.study import advice
+from nestfed.study.base import Federated, Scores, in_chunks
+from nestfed.study.batches import Balanced, BalancedAUROC
+from nestfed.study.sites import Refused, Scale, Site, as_features, common_scale, gather, scale_from_json
+
+
+class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-learn has no types
+    """The base of the three. `module` is an nn.Module, a function from the input's shape to one, or None."""
+
+    metric: ClassVar[str]
+    binary: ClassVar[bool] = True
+    feature_names_in_: np.ndarray
+
+    def __init__(
+        self,
+        module: Any = None,
+        *,
+        algorithm: Any = "auto",
+        lr: Any = None,
+        rounds: int = 50,
+        q: int = 10,
+        batch_size: int = 32,
+        hidden: Sequence[int] | None = None,
+        standardize: bool = True,
+        participation: int | float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        site_column: str | int | None = None,
+        target: str | None = None,
+        device: str = "cpu",
+        random_state: int | None = 0,
+        verbose: bool | None = False,
+    ) -> None:
+        self.module = module
+        self.algorithm = algorithm
+        self.lr = lr
+        self.rounds = rounds
+        self.q = q
+        self.batch_size = batch_size
+        self.hidden = hidden
+        self.standardize = standardize
+        self.participation = participation
+        self.settings = settings
+        self.site_column = site_column
+        self.target = target
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+
+    # -----------------------------------------------------------------------------------------------------
+    # Fitting
+
+    def fit(self, X: Any, y: Any = None, *, groups: Any = None, eval_set: Any = None) -> Self:
+        """Train on sites: a list of (X, y), a dict of them by name, data sets in their place; or one (X, y).
+
+        One (X, y) is one site, or as many as `groups` (or the column `site_column` of X) has values. `eval_set`, one
+        (X, y) or sites again, is judged about twenty times during training (`history_`); nothing is chosen by it.
+        """
+        if y is not None and self.site_column is not None and groups is None:
+            X, groups = self._without_sites(X)
+            if groups is None:
+                raise Refused(f"X has no column {self.site_column!r}, which site_column names.")
+        sites = gather(X, y, groups, self.target)
+        self._remember(X if y is not None else None, sites)
+        for site in sites:
+            check_classification_targets(site.y)
+        self.classes_ = np.unique(np.concatenate([np.unique(site.y) for site in sites]))
+        if len(self.classes_) < 2:
+            raise Refused(
+                f"{type(self).__name__} needs two classes, but these examples are all of one class, "
+                f"{self.classes_[0].item() if hasattr(self.classes_[0], 'item') else self.classes_[0]!r}."
+            )
+        if self.binary and len(self.classes_) > 2:
+            raise Refused(
+                f"Only binary classification is supported by {type(self).__name__}. The type of the target is "
+                f"multiclass, with {len(self.classes_)} classes: take FederatedClassifier."
+            )
+        if self.batch_size < 4:
+            raise Refused(f"batch_size must be at least 4, not {self.batch_size}.")
+        seed = self._seed()
+        codes = [np.searchsorted(self.classes_, site.y) for site in sites]
+        self.sites_ = self._summary(sites, codes)
+        if self.binary or len(self.classes_) == 2:
+            positives = self.sites_.counts[:, 1].tolist()
+            if len(sites) > 1:
+                advice.few_positives(self.sites_.names, positives, self.sites_.counts.sum(1).tolist())
+        own = not isinstance(self.module, torch.nn.Module)
+        self.scale_: Scale = common_scale(sites, tell_gaps=own) if self.standardize else Scale()
+        if y is None and self.scale_.features:  # a site may not have met every text of a column
+            self.n_features_in_ = len({f.partition("=")[0] for f in self.scale_.features})
+        x = torch.cat([self.scale_(site.x, site.features) for site in sites])
+        labels = torch.from_numpy(np.concatenate(codes).astype(np.int64))
+        parts = np.split(np.arange(len(x)), np.cumsum([len(site) for site in sites])[:-1])
+        outputs = 1 if len(self.classes_) == 2 else len(self.classes_)
+        self.shape_ = tuple(x.shape[1:])
+        model = Scores(self._model(self.shape_, outputs, seed), outputs)
+        self._try(model, x[:2], outputs)
+        problem, clients = self._problem(model, x, labels, parts, [site.name for site in sites])
+        judged = None if eval_set is None else self._evaluation(eval_set)
+        result = self._run(problem, clients, seed, judged, self.metric)
+        self._scores = result.model.cpu()
+        self.module_ = self._scores.module
+        self.calibration_ = (1.0, 0.0)
+        if self.kind != "classify":
+            raw = in_chunks(self._scores, x).double().numpy()
+            self.calibration_ = calibrate([(raw[part], labels[part].numpy()) for part in parts])
+        return self
+
+    def _problem(
+        self, model: Scores, x: Tensor, y: Tensor, parts: Sequence[np.ndarray], names: Sequence[str]
+    ) -> tuple[Any, Any]:
+        """Return the problem and the clients."""
+        raise NotImplementedError
+
+    def _without_sites(self, X: Any) -> tuple[Any, Any]:
+        """Take the column that names the sites out of X; a table without it is as it should be for prediction."""
+        if hasattr(X, "columns"):
+            if self.site_column not in X.columns:
+                return X, None
+            return X.drop(columns=[self.site_column]), X[self.site_column].to_numpy()
+        values = np.asarray(X)
+        if not isinstance(self.site_column, int) or values.ndim != 2:
+            raise Refused(f"site_column={self.site_column!r} names a column, but X is no data frame.")
+        return np.delete(values, self.site_column, axis=1), values[:, self.site_column]
+
+    def _remember(self, X: Any, sites: Sequence[Site]) -> None:
+        """Set what scikit-learn asks of a fitted estimator."""
+        if hasattr(self, "feature_names_in_"):
+            del self.feature_names_in_
+        if X is not None and hasattr(X, "columns"):
+            _check_feature_names(self, X, reset=True)
+            self.n_features_in_ = X.shape[1]
+        else:
+            self.n_features_in_ = sites[0].x.shape[1] if sites[0].x.ndim > 1 else 1
+
+    def _summary(self, sites: Sequence[Site], codes: Sequence[np.ndarray]) -> Summary:
+        counts = np.stack([np.bincount(c, minlength=len(self.classes_)) for c in codes])
+        return Summary(counts, tuple(map(str, self.classes_)), tuple(site.name for site in sites))
+
+    def _try(self, model: Scores, some: Tensor, outputs: int) -> None:
+        """Refuse a module that does not fit the data, before any work."""
+        try:
+            with torch.no_grad():
+                found = model.eval()(some)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise Refused(
+                f"The module does not take a batch of shape {tuple(some.shape)}, which these data make: {error}"
+            ) from error
+        wanted = (len(some),) if outputs == 1 else (len(some), outputs)
+        if tuple(found.shape) != wanted:
+            raise Refused(
+                f"The module gives shape {tuple(found.shape)} for {len(some)} examples, expected {wanted}: "
+                f"{'one score per example' if outputs == 1 else 'one score per class'}."
+            )
+
+    def _evaluation(self, eval_set: Any) -> Any:
+        x, y = self._pooled(eval_set)
+
+        def judge(model: Any) -> dict[str, float]:
+            scores = in_chunks(model, x.to(self.device)).double().cpu().numpy()
+            return self._judged(scores, y)
+
+        return judge
+
+    def _pooled(self, some: Any, y: Any = None) -> tuple[Tensor, np.ndarray]:
+        """Return labelled examples, of one site or of several, as the model wants them."""
+        if y is not None and self.site_column is not None:
+            some, _ = self._without_sites(some)
+        sites = gather(some, y, None, self.target)
+        x = torch.cat([self._scaled(site.x, site.features) for site in sites])
+        labels = np.concatenate([site.y for site in sites])
+        unknown = np.setdiff1d(labels, self.classes_)
+        if len(unknown):
+            raise Refused(f"The class {unknown[0]!r} was not in the training data, whose classes are {self.classes_}.")
+        return x, np.searchsorted(self.classes_, labels)
+
+    def _judged(self, scores: np.ndarray, y: np.ndarray) -> dict[str, float]:
+        found = {}
+        if scores.ndim == 1:
+            found = {"auroc": metrics.auroc(scores, y), "ap": metrics.average_precision(scores, y)}
+        if self.kind == "classify":
+            found |= {"accuracy": metrics.accuracy(scores, y), "log_loss": metrics.log_loss(scores, y)}
+        return found
+
+    # -----------------------------------------------------------------------------------------------------
+    # Using it
+
+    def _scaled(self, x: np.ndarray, features: tuple[str, ...]) -> Tensor:
+        expected = self.scale_.features
+        if expected and features and not set(features) & set(expected) and len(features) == len(expected):
+            features = expected  # an array for a model that was trained on a data frame
+        if features[:1] == ("x0",) and len(features) != self.n_features_in_:
+            raise Refused(
+                f"X has {len(features)} features, but {type(self).__name__} is expecting {self.n_features_in_} features as "
+                "input."
+            )
+        lacking = [f for f in expected if "=" not in f and f not in features]
+        if features and lacking:
+            raise Refused(f"X has no column {lacking[0]!r}, which {type(self).__name__} was trained on.")
+        return self.scale_(x, features)
+
+    def _input(self, X: Any) -> Tensor:
+        named = isinstance(self.site_column, str)
+        if named or (self.site_column is not None and np.ndim(X) == 2 and np.shape(X)[1] == self.n_features_in_ + 1):
+            X = self._without_sites(X)[0]
+        # Sites that came as a list of data frames are matched by name below; scikit-learn has a word on the rest.
+        if hasattr(self, "feature_names_in_") or self.scale_.features[:1] in ((), ("x0",)):
+            _check_feature_names(self, X, reset=False)
+        values, features = as_features(X)
+        if not hasattr(X, "columns") and values.ndim == 2:
+            _check_n_features(self, values, reset=False)
+        return self._scaled(values, features)
+
+    def _logits(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        a, b = self.calibration_
+        raw = in_chunks(self._scores, self._input(X)).double().numpy()
+        return a * raw + b if raw.ndim == 1 else raw
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Return log-odds, (n,), or one score per class; what it ranks higher is more likely positive."""
+        return self._logits(X)
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return the probability of every class, (n, classes).
+
+        A score trained for AUROC or average precision only ranks. It becomes a probability by Platt's method, a line
+        fitted to all sites' training scores from sums that they tell.
+        """
+        logits = torch.from_numpy(self._logits(X))
+        if logits.dim() == 1:
+            p = torch.sigmoid(logits)
+            return torch.stack([1 - p, p], 1).numpy()
+        return torch.softmax(logits, 1).numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the more likely class."""
+        logits = self._logits(X)
+        return self.classes_[(logits > 0).astype(int) if logits.ndim == 1 else logits.argmax(1)]
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """Return the metric of this estimator (AUROC, average precision or accuracy) on (X, y), or on sites."""
+        return self.evaluate(X, y)[self.metric]
+
+    def evaluate(self, X: Any, y: Any = None) -> dict[str, float]:
+        """Return all metrics on (X, y), or on sites together."""
+        check_is_fitted(self)
+        x, labels = self._pooled(X, y)
+        return self._judged(in_chunks(self._scores, x).double().numpy(), labels)
+
+    def __sklearn_tags__(self) -> Any:
+        """Say what is special: missing values are welcome, classes are two unless said otherwise."""
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = not self.binary
+        tags.input_tags.allow_nan = bool(self.standardize)
+        tags.target_tags.required = True
+        return tags
+
+    # -----------------------------------------------------------------------------------------------------
+    # Files
+
+    def _fitted(self) -> dict[str, Any]:
+        return {
+            "classes": self.classes_.tolist(),
+            "dtype": self.classes_.dtype.str if self.classes_.dtype.kind != "O" else "object",
+            "scale": self.scale_.to_json(),
+            "shape": list(self.shape_),
+            "calibration": list(self.calibration_),
+            "features": self.n_features_in_,
+            "names": self.feature_names_in_.tolist() if hasattr(self, "feature_names_in_") else None,
+            "sites": {"names": list(self.sites_.names), "counts": self.sites_.counts.tolist()},
+        }
+
+    def _restore(self, told: Mapping[str, Any]) -> None:
+        self.classes_ = np.array(told["classes"], dtype=object if told["dtype"] == "object" else told["dtype"])
+        self.scale_ = scale_from_json(told["scale"])
+        self.shape_ = tuple(told["shape"])
+        self.calibration_ = tuple(told["calibration"])
+        self.n_features_in_ = told["features"]
+        if told["names"] is not None:
+            self.feature_names_in_ = np.array(told["names"], dtype=object)
+        counts = np.array(told["sites"]["counts"])
+        self.sites_ = Summary(counts, tuple(map(str, self.classes_)), tuple(told["sites"]["names"]))
+        outputs = 1 if len(self.classes_) == 2 else len(self.classes_)
+        self._scores = Scores(self._model(self.shape_, outputs, 0), outputs).eval()
+        self.module_ = self._scores.module
+
+    def report(self, path: str | Path) -> Path:
+        """Write a page on this training run that one can open in a browser."""
+        from nestfed.study.page import write_report
+
+        check_is_fitted(self)
+        return write_report(self, Path(path))
+
+
+def calibrate(sites: Sequence[tuple[np.ndarray, np.ndarray]], steps: int = 50) -> tuple[float, float]:
+    """Fit P(y=1) = 1/(1 + exp(−(a·s + b))) to scores by Newton steps, for which a site tells five sums (Platt 1999).
+
+    Scores are first centred and scaled by their common mean and deviation. The targets are Platt's: a little inside
+    (0, 1), so that separable scores have a finite answer. a is kept above 0, so that the order stays.
+    """
+    n = sum(len(s) for s, _ in sites)
+    mean = sum(s.sum() for s, _ in sites) / n
+    deviation = float(np.sqrt(sum(((s - mean) ** 2).sum() for s, _ in sites) / n)) or 1.0
+    positives = sum(int(y.sum()) for _, y in sites)
+    high, low = (positives + 1) / (positives + 2), 1 / (n - positives + 2)
+    slope, shift = 1.0, float(np.log((positives + 1) / (n - positives + 1)))
+    for _ in range(steps):
+        gradient, hessian = np.zeros(2), np.eye(2) * 1e-9
+        for s, y in sites:
+            z = (s - mean) / deviation
+            p = 1 / (1 + np.exp(-np.clip(slope * z + shift, -50, 50)))
+            off, weight = p - np.where(y == 1, high, low), p * (1 - p)
+            gradient += [off @ z, off.sum()]
+            hessian += [[weight @ z**2, weight @ z], [weight @ z, weight.sum()]]
+        move = np.linalg.solve(hessian, gradient)
+        move /= max(1.0, float(np.abs(move).max()) / 2)  # a long step of Newton's may jump over the answer
+        slope, shift = slope - move[0], shift - move[1]
+        if np.abs(move).max() < 1e-10:
+            break
+    slope = max(float(slope), 1e-3)
+    return slope / deviation, float(shift) - slope * float(mean) / deviation
+
+
+class FederatedAUC(_Labelled):
+    """Train a score for the area under the ROC curve, over sites that keep their rows.
+
+    AUROC as a minimax problem (`nestfed.problems.auroc`), from batches that hold as many positives as negatives, with
+    weights that leave the objective as it is. `score` is the AUROC.
+
+    - `module`: an `nn.Module` (one score per example, or two logits), a function from the input's shape to one, or None
+      for a network of our own with the layers `hidden`: without any a linear score, the default for tables; one layer of
+      64 is the default for images.
+    - `algorithm`: "auto" (`choice_` says which and why), a name from `nestfed list`, or an `Algorithm`.
+    - `lr`: None for the measured multiple of 1/L (`lr_` says what that came to), a number, a function of the iteration,
+      or "theory" for the theorem's step sizes. `settings` are further hyper-parameters, such as {"beta": 0.1}.
+    - `rounds`, `q` local steps in each, `batch_size` examples in each step, `participation` (a count or a share).
+    - `standardize`: impute and scale features by statistics of all sites, from counts and sums.
+    - `site_column`: the column of X that names the site, for scikit-learn's tools, which know one X only.
+    - `target`: the column to predict, where a site is a data frame or a data set with named columns.
+    - `verbose`: True for a progress bar, None for one on a terminal only.
+
+    After `fit`: `classes_` (the second is the positive one), `module_`, `history_` (a record per round), `sites_` (who
+    holds what), `choice_`, `lr_`, `hints_`.
+    """
+
+    kind = "auroc"
+    metric = "auroc"
+
+    def _problem(
+        self, model: Scores, x: Tensor, y: Tensor, parts: Sequence[np.ndarray], names: Sequence[str]
+    ) -> tuple[Any, Any]:
+        return BalancedAUROC(model), Balanced((x, y), parts, batch=self.batch_size, names=names)
+
+
+class FederatedAUPRC(_Labelled):
+    """Train a score for average precision (the area under the precision-recall curve), over sites that keep their rows.
+
+    AUPRC as a conditional problem (`nestfed.problems.auprc`): every outer positive is compared with an inner batch that
+    holds positives and negatives in known proportion. `score` is the average precision. The arguments are those of
+    `FederatedAUC`.
+    """
+
+    kind = "auprc"
+    metric = "ap"
+
+    def _problem(
+        self, model: Scores, x: Tensor, y: Tensor, parts: Sequence[np.ndarray], names: Sequence[str]
+    ) -> tuple[Any, Any]:
+        outer = max(1, self.batch_size // 4)
+        inner = self.batch_size - outer
+        pairs = Pairs((x, y), parts, outer=outer, inner=inner, inner_positives=max(1, inner // 2), names=names)
+        return AUPRC(model, margin=MARGIN), pairs
+
+
+MARGIN = 0.5
+"""The margin s of the AUPRC surrogate, measured (docs/choosing.md)."""
+
+
+class FederatedClassifier(_Labelled):
+    """Train a classifier by cross-entropy, the plain average of losses, over sites that keep their rows.
+
+    `score` is the accuracy. When positives are rare, FederatedAUC or FederatedAUPRC usually rank better. The arguments
+    are those of `FederatedAUC`, and there may be more than two classes.
+    """
+
+    kind = "classify"
+    metric = "accuracy"
+    binary = False
+
+    def _problem(
+        self, model: Scores, x: Tensor, y: Tensor, parts: Sequence[np.ndarray], names: Sequence[str]
+    ) -> tuple[Any, Any]:
+        return Classify(model), Examples((x, y), parts, batch=self.batch_size, names=names)

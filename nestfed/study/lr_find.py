@@ -1,0 +1,128 @@
+"""The learning-rate range test: short trainings over a range of step sizes, judged on validation rows of every site."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sklearn.base import clone
+
+from nestfed.core import DivergedError, NestfedError
+from nestfed.data.partition import hold_out
+from nestfed.study.advice import NestfedWarning
+from nestfed.study.sites import Site, gather
+
+if TYPE_CHECKING:
+    from nestfed.study.labelled import _Labelled
+
+SMALLEST = 8
+"""A site with fewer rows than this keeps all of them for training."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the test found: the metric for every step size (NaN where training broke down)."""
+
+    metric: str
+    lrs: tuple[float, ...]
+    values: tuple[float, ...]
+
+    @property
+    def best(self) -> float:
+        """The step size with the highest metric; the smaller one of two that tie."""
+        alive = [(-value, lr) for lr, value in zip(self.lrs, self.values) if np.isfinite(value)]
+        if not alive:
+            raise NestfedError("Training broke down with every step size: look at the data, or try far smaller ones.")
+        return min(alive)[1]
+
+    def draw(self, path: str | Path) -> Path:
+        """Draw the metric against the step size."""
+        from nestfed.report.drawing import pyplot, save
+
+        figure, panel = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
+        panel.semilogx(self.lrs, self.values, "o-", color="#0b6e99")
+        panel.axvline(self.best, color="#d9480f", linestyle=":", label=f"best: {self.best:.3g}")
+        panel.set_xlabel("lr")
+        panel.set_ylabel(f"{self.metric} on validation rows")
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False)
+        return save(figure, Path(path))
+
+
+def lr_find(
+    estimator: _Labelled, X: Any, y: Any = None, *, groups: Any = None, lrs: Sequence[float] = (), share: float = 0.25
+) -> Found:
+    """Try step sizes around the default, or those given; every site sets a share of its rows aside to judge.
+
+    Half of the estimator's rounds are enough to rank step sizes. The estimator itself is left as it is.
+    """
+    known = isinstance(X, list) and all(isinstance(entry, Site) for entry in X)
+    sites = X if known else gather(X, y, groups, estimator.target)
+    train, validation = apart(sites, share, seed=estimator._seed())
+    short = clone(estimator).set_params(rounds=max(1, estimator.rounds // 2))
+    return sweep(short, train, validation, lrs, [10**k for k in np.arange(-2, 2.1, 0.5)])
+
+
+def sweep(
+    estimator: _Labelled,
+    train: Sequence[Site],
+    validation: Sequence[Site],
+    lrs: Sequence[float],
+    multiples: Sequence[float] = (),
+    metric: str = "",
+) -> Found:
+    """Train once with every step size, or with multiples of the default one, and judge by a metric.
+
+    That is the estimator's own unless another one is named. A trial that breaks down counts as NaN.
+    """
+    metric = metric or estimator.metric
+    found: dict[float, float] = {}
+
+    def trial(lr: float | None) -> float:
+        """Train with a step size (None: the default); return which it was."""
+        one = clone(estimator).set_params(lr=lr)
+        try:
+            one.fit(pairs(train))
+        except DivergedError:
+            found[float(one.lr_)] = float("nan")
+        else:
+            found[float(one.lr_)] = one.evaluate(pairs(validation))[metric]
+        return float(one.lr_)
+
+    with warnings.catch_warnings():  # a trial is meant to go wrong at times
+        warnings.simplefilter("ignore", NestfedWarning)
+        if not lrs:
+            default = trial(None)
+            lrs = [default * m for m in multiples if m != 1]
+        for lr in lrs:
+            trial(float(lr))
+    order = sorted(found)
+    return Found(metric, tuple(order), tuple(found[lr] for lr in order))
+
+
+def pairs(sites: Sequence[Site]) -> dict[str, Any]:
+    """Return sites in the form that `fit` takes."""
+    import pandas as pd
+
+    return {s.name: (pd.DataFrame(s.x, columns=list(s.features)) if s.features else s.x, s.y) for s in sites if len(s)}
+
+
+def apart(sites: Sequence[Site], share: float, seed: int) -> tuple[list[Site], list[Site]]:
+    """Set a share of every site's rows aside: whole groups where a site has groups, otherwise by class."""
+    rest, held = [], []
+    for site in sites:
+        kept, aside = np.arange(len(site)), np.arange(0)
+        if len(site) >= SMALLEST and site.group is None:
+            kept, aside = hold_out(len(site), share, seed, labels=site.y)
+        elif len(site) >= SMALLEST and len(np.unique(np.asarray(site.group).astype(str))) > 1:
+            kept, aside = hold_out(len(site), share, seed, groups=site.group)
+        rest.append(site.take(kept))
+        held.append(site.take(aside))
+    if not any(map(len, held)):
+        raise NestfedError(f"No site has {SMALLEST} rows, so none can set rows aside to judge by.")
+    return rest, held

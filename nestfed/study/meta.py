@@ -1,0 +1,263 @@
+"""Meta-learning over sites: a model that a few examples adapt to a new task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from nestfed_papers.sine import squared_error
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+
+from nestfed.core import Batch
+from nestfed.data.clients import without_replacement
+from nestfed.data.random import Purpose, Streams
+from nestfed.problems.classify import cross_entropy
+from nestfed.problems.maml import MAML
+from nestfed.study.base import Federated, Scores, in_chunks
+from nestfed.study.sites import (
+    Refused,
+    Scale,
+    Site,
+    _entries,
+    _is_pair,
+    _site,
+    as_features,
+    common_scale,
+    scale_from_json,
+)
+
+
+@dataclass(frozen=True)
+class TaskClients:
+    """Clients with tasks of their own; each iteration a client draws some, and from each a support and a query."""
+
+    tasks: Sequence[Sequence[tuple[Tensor, Tensor]]]
+    each: int
+    shots: int
+    queries: int
+    seed: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_streams", Streams(self.seed or 0))
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def seeded(self, seed: int) -> Self:
+        """Return these clients with this seed, unless they were given one of their own."""
+        return self if self.seed is not None else replace(self, seed=seed)
+
+    def sample(self, n: int, t: int) -> Batch:
+        """Return client n's tasks at iteration t: (query, support, numbers of the tasks)."""
+        generator = self._streams.at(Purpose.TASKS, n, t)  # type: ignore[attr-defined]
+        own = self.tasks[n]
+        which = without_replacement(generator, len(own), self.each)
+        xs, ys = [], []
+        for i in which:
+            x, y = own[i]
+            rows = torch.from_numpy(self._rows(generator, len(x)))
+            xs.append(x[rows])
+            ys.append(y[rows])
+        x, y, k = torch.stack(xs), torch.stack(ys), self.shots
+        return (x[:, k:], y[:, k:]), (x[:, :k], y[:, :k]), torch.from_numpy(np.asarray(which))
+
+    def _rows(self, generator: np.random.Generator, held: int) -> np.ndarray:
+        """Draw the rows of a support and of a query, which share none; of a small task some come more than once."""
+        shots, queries = self.shots, self.queries
+        if held >= shots + queries:
+            return without_replacement(generator, held, shots + queries)
+        cut = min(max(1, held * shots // (shots + queries)), held - 1)
+        order = generator.permutation(held)
+        first, second = order[:cut], order[cut:]
+        return np.concatenate(
+            [part[without_replacement(generator, len(part), k)] for part, k in ((first, shots), (second, queries))]
+        )
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model that was adapted to one task."""
+
+    owner: FederatedMAML
+    parameters: Tensor
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return predictions for the task's examples: numbers, or classes."""
+        x = self.owner._input(X)
+        return self.owner._answers(self.owner._problem.predict(self.parameters, x[None])[0])
+
+
+class FederatedMAML(Federated):
+    """Learn an initialisation that one gradient step adapts to a new task (MAML), over sites that keep their tasks.
+
+    `fit` takes for each site a list of tasks (X, y). `task` is "regression" (squared error) or "classification" (the
+    classes 0, 1, … of every task). `adapt(X, y)` returns a model for a new task.
+    """
+
+    kind = "maml"
+    _problem: MAML
+
+    def __init__(
+        self,
+        module: Any = None,
+        *,
+        task: str = "regression",
+        inner_lr: float = 0.05,
+        shots: int = 10,
+        queries: int = 10,
+        tasks_per_step: int = 3,
+        algorithm: Any = "auto",
+        lr: Any = None,
+        rounds: int = 100,
+        q: int = 10,
+        hidden: Sequence[int] = (40, 40),
+        first_order: bool = False,
+        participation: int | float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        device: str = "cpu",
+        random_state: int | None = 0,
+        verbose: bool | None = False,
+    ) -> None:
+        self.module = module
+        self.task = task
+        self.inner_lr = inner_lr
+        self.shots = shots
+        self.queries = queries
+        self.tasks_per_step = tasks_per_step
+        self.algorithm = algorithm
+        self.lr = lr
+        self.rounds = rounds
+        self.q = q
+        self.hidden = hidden
+        self.first_order = first_order
+        self.participation = participation
+        self.settings = settings
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: None = None, *, eval_set: Any = None) -> Self:
+        """Train on sites, each a list of tasks (X, y); `eval_set` is a list of unseen tasks, judged during training."""
+        if self.task not in ("regression", "classification"):
+            raise Refused(f"task must be regression or classification, not {self.task!r}.")
+        sites = self._tasks_by_site(X)
+        flat = [task for tasks in sites for task in tasks]
+        seed = self._seed()
+        self.scale_: Scale = common_scale(flat, tell_gaps=not isinstance(self.module, torch.nn.Module))
+        self.n_features_in_ = flat[0].x.shape[1]
+        self.shape_ = tuple(self.scale_(flat[0].x[:1], flat[0].features).shape[1:])
+        self.outputs_ = 1
+        if self.task == "classification":
+            self.outputs_ = int(max(task.y.max() for task in flat)) + 1
+            if self.outputs_ < 2:
+                raise Refused("Classification tasks need labels 0 and 1 at least.")
+        self._build(seed)
+        tasks = [[self._tensors(task) for task in own] for own in sites]
+        fewest, most = min(map(len, tasks)), max(map(len, tasks))
+        self._problem._tasks = most
+        # A task may be met once in a step only: a method with a state per task could not say which to keep.
+        clients = TaskClients(tasks, min(self.tasks_per_step, fewest), self.shots, self.queries)
+        judged = None
+        if eval_set is not None:
+            unseen = [self._tensors(task) for task in self._tasks_by_site([eval_set])[0]]
+            judged = lambda model: {self._metric: self._judged(unseen, model.x)}  # noqa: E731
+        result = self._run(self._problem, clients, seed, judged, self._metric)
+        self._x = result.x.cpu()
+        self._scores = result.model.cpu()
+        self.module_ = self._scores.module
+        return self
+
+    @property
+    def _metric(self) -> str:
+        return "r2" if self.task == "regression" else "accuracy"
+
+    def _build(self, seed: int) -> None:
+        model = Scores(self._model(self.shape_, self.outputs_, seed), self.outputs_)
+        loss = squared_error if self.task == "regression" else cross_entropy
+        self._scores = model
+        self._problem = MAML(model, loss, inner_lr=self.inner_lr, first_order=self.first_order)
+
+    def _tasks_by_site(self, X: Any) -> list[list[Site]]:
+        found = []
+        for name, tasks in _entries(X) if isinstance(X, Mapping) else [(str(n), s) for n, s in enumerate(X)]:
+            if _is_pair(tasks) and not _is_pair(tasks[0]):
+                raise Refused(f"Site {name} holds one (X, y), expected a list of tasks, each an (X, y).")
+            found.append([_site(f"{name}, task {i}", task, None) for i, task in enumerate(tasks)])
+            if not found[-1]:
+                raise Refused(f"Site {name} has no tasks.")
+            for task in found[-1]:
+                if len(task.x) < 2:
+                    raise Refused(
+                        f"{task.name} has one example; a task needs two, one to adapt on and one to judge by."
+                    )
+        if not found:
+            raise Refused("There are no sites: give at least one list of tasks.")
+        return found
+
+    def _tensors(self, task: Site) -> tuple[Tensor, Tensor]:
+        kind = torch.float32 if self.task == "regression" else torch.int64
+        return self.scale_(task.x, task.features), torch.from_numpy(np.asarray(task.y)).to(kind)
+
+    def _input(self, X: Any) -> Tensor:
+        check_is_fitted(self)
+        return self.scale_(*as_features(X))
+
+    def _answers(self, outputs: Tensor) -> np.ndarray:
+        if self.task == "regression":
+            return outputs.numpy()
+        return (outputs > 0).long().numpy() if outputs.dim() == 1 else outputs.argmax(1).numpy()
+
+    def adapt(self, X: Any, y: Any, steps: int = 1) -> Adapted:
+        """Return a model that took some inner steps on a new task's examples."""
+        check_is_fitted(self)
+        x, labels = self._tensors(_site("the task", (X, y), None))
+        return Adapted(self, self._problem.adapt(self._x, (x[None], labels[None]), steps))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return predictions without any adaptation."""
+        return self._answers(in_chunks(self._scores, self._input(X)))
+
+    def score(self, X: Any, y: None = None, steps: int = 1) -> float:
+        """Return R² or accuracy on unseen tasks: each is adapted on its first `shots` examples, judged on the rest."""
+        check_is_fitted(self)
+        tasks = [self._tensors(task) for task in self._tasks_by_site([X])[0]]
+        return self._judged(tasks, self._x, steps)
+
+    def _judged(self, tasks: Sequence[tuple[Tensor, Tensor]], at: Tensor, steps: int = 1) -> float:
+        answers, truths = [], []
+        for x, y in tasks:
+            if len(x) <= self.shots:
+                raise Refused(f"A task has {len(x)} examples: more than {self.shots} (shots) are needed to judge it.")
+            k = self.shots
+            u = self._problem.adapt(at, (x[None, :k], y[None, :k]), steps)
+            answers.append(self._answers(self._problem.predict(u, x[None, k:])[0].cpu()))
+            truths.append(y[k:].numpy())
+        answer, truth = np.concatenate(answers).astype(np.float64), np.concatenate(truths).astype(np.float64)
+        if self.task == "classification":
+            return float((answer == truth).mean())
+        return float(1 - ((answer - truth) ** 2).sum() / ((truth - truth.mean()) ** 2).sum())
+
+    def _fitted(self) -> dict[str, Any]:
+        return {
+            "scale": self.scale_.to_json(),
+            "shape": list(self.shape_),
+            "outputs": self.outputs_,
+            "features": self.n_features_in_,
+        }
+
+    def _restore(self, told: Mapping[str, Any]) -> None:
+        self.scale_ = scale_from_json(told["scale"])
+        self.shape_, self.outputs_, self.n_features_in_ = tuple(told["shape"]), told["outputs"], told["features"]
+        self._build(0)
+        self.module_ = self._scores.module
+
+    @classmethod
+    def load(cls, directory: Any, module: Any = None) -> Self:
+        """Read what `save` wrote."""
+        found = super().load(directory, module)
+        found._x = torch.cat([p.detach().reshape(-1) for p in found._scores.parameters()])
+        return found

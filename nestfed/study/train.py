@@ -1,0 +1,452 @@
+"""From one table per site to a trained model and a comparison; `nestfed.study.export` writes what is left of them."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import difflib
+import json
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sklearn.base import clone
+from torch import Tensor, nn
+
+from nestfed import metrics
+from nestfed.core import Algorithm, Batch, Differentiable, DivergedError, NestfedError, Schedule, at, positive
+from nestfed.data.tables import csv_columns, label_of, load_table, parquet_columns, require_column
+from nestfed.engine.round import Record
+from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
+from nestfed.study.base import in_chunks
+from nestfed.study.lr_find import Found, apart, pairs, sweep
+from nestfed.study.sites import Site
+
+KINDS: Mapping[str, type[FederatedAUC | FederatedAUPRC | FederatedClassifier]] = {
+    "auroc": FederatedAUC,
+    "auprc": FederatedAUPRC,
+    "accuracy": FederatedClassifier,
+}
+TRIALS = (0.1, 0.3, 1.0, 3.0, 10.0)
+"""Every method tries these multiples of its default step size on validation rows."""
+TEST, VALIDATION = 0.25, 0.25
+RESAMPLES = 300
+
+# ---------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass(frozen=True)
+class Sites:
+    """All sites' tables, alike: y is the number of a class."""
+
+    sites: Sequence[Site]
+    classes: tuple[str, ...]
+
+
+def read_sites(
+    files: Sequence[str | Path], target: str, *, group: str = "", drop: Sequence[str] = (), positive: str = ""
+) -> Sites:
+    """Read one table per site and make them alike: the same classes, the same kind of every column."""
+    paths = [Path(f) for f in files]
+    if not paths:
+        raise NestfedError("There are no files: name one table for each site, such as sites/*.csv.")
+    names = _names(paths)
+    raw = [_raw(path) for path in paths]
+    for path, table in zip(paths, raw):
+        for name in (target, *drop, *([group] if group else [])):
+            require_column(path, name, table)
+    no_features = {target, group, *drop}
+    empty = _kinds(paths, raw, no_features)
+    classes = _classes(paths, raw, target, positive)
+    sites = []
+    for name, path, lacking in zip(names, paths, empty):
+        read = load_table(path, target, columns=[group] if group else [], drop=[*drop, *lacking], classes=list(classes))
+        sites.append(Site(name, read.x, read.y, read.features, read.columns[group] if group else None))
+    return Sites(sites, classes)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return the sites' names: those of the files, with their folders if that is not enough to tell them apart."""
+    short = [path.name.split(".")[0] for path in paths]
+    names = short if len(set(short)) == len(short) else [str(path) for path in paths]
+    if len(set(names)) < len(names):
+        raise NestfedError(f"{paths[0].parent} is named twice: every file is one site.")
+    return names
+
+
+def _raw(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "not there"
+        raise NestfedError(f"{path} is {what}: name the file of one table for each site.")
+    kind = path.name.lower()
+    if kind.endswith((".csv", ".csv.gz")):
+        return csv_columns(path)
+    if kind.endswith(".parquet"):
+        return parquet_columns(path)
+    raise NestfedError(f"{path} is no table by its name: expected one that ends in .csv, .csv.gz or .parquet.")
+
+
+def _kinds(paths: Sequence[Path], raw: Sequence[Mapping[str, Any]], other: set[str]) -> list[list[str]]:
+    """Refuse a column of numbers with text in it; return for each site the columns of text that it left empty."""
+    import pandas as pd
+
+    kinds: list[dict[str, str]] = []
+    for path, table in zip(paths, raw):
+        found = {}
+        for name, column in table.items():
+            if name in other:
+                continue
+            known = column.dropna()
+            if pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_bool_dtype(column.dtype):
+                found[name] = "numbers" if len(known) else "nothing"
+                continue
+            numbers = pd.to_numeric(known.astype(str), errors="coerce")
+            if len(known) and 2 * numbers.notna().sum() >= len(known):
+                odd = numbers.index[numbers.isna()]
+                row = int(odd[0]) + 2  # the header is line 1
+                raise NestfedError(
+                    f"Column {name!r} of {path} holds the text {str(known[odd[0]])[:40]!r} in line {row} where its other "
+                    "values are numbers: write a number there, or leave it empty if it is missing."
+                )
+            found[name] = "text" if len(known) else "nothing"
+        kinds.append(found)
+    columns = {name for found in kinds for name in found}
+    for name in sorted(columns):
+        by = {found.get(name, "nothing"): path for path, found in zip(paths, kinds)}
+        if "text" in by and "numbers" in by:
+            raise NestfedError(
+                f"Column {name!r} holds text in {by['text']} but numbers in {by['numbers']}: make them alike, "
+                "or leave the column out with --drop."
+            )
+    textual = {name for found in kinds for name, kind in found.items() if kind == "text"}
+    return [[name for name, kind in found.items() if kind == "nothing" and name in textual] for found in kinds]
+
+
+def _classes(paths: Sequence[Path], raw: Sequence[Mapping[str, Any]], target: str, positive: str) -> tuple[str, ...]:
+    """Return the classes of all sites in order, the positive one last."""
+    found: set[str] = set()
+    for path, table in zip(paths, raw):
+        column = table[target]
+        if missing := int(column.isna().sum()):
+            raise NestfedError(
+                f"Target {target!r} of {path} is missing in {missing:,} of {len(column):,} rows: fill it in or remove "
+                "these rows."
+            )
+        found |= {label_of(v) for v in column.tolist()}
+    if len(found) > 20:
+        raise NestfedError(
+            f"Target {target!r} has {len(found):,} different values, such as {sorted(found)[0]!r}: expected a few classes."
+        )
+    if len(found) < 2:
+        only = next(iter(found), "nothing")
+        raise NestfedError(f"Target {target!r} is {only!r} in every row of every file: there is nothing to predict.")
+    numeric = all(_is_number(v) for v in found)
+    classes = sorted(found, key=float) if numeric else sorted(found)
+    if positive:
+        if positive not in found:
+            raise NestfedError(f"Target {target!r} is never {positive!r}: it is {', '.join(classes)}.")
+        classes = [c for c in classes if c != positive] + [positive]
+    return tuple(classes)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Training and comparing
+
+
+def find_kind(objective: str) -> type[FederatedAUC | FederatedAUPRC | FederatedClassifier]:
+    """Return the estimator for an objective."""
+    if objective not in KINDS:
+        near = difflib.get_close_matches(objective, KINDS, 1, 0.3)
+        hint = f"did you mean {near[0]}?" if near else f"choose {', '.join(KINDS)}."
+        raise NestfedError(f"There is no objective {objective!r}: {hint}")
+    return KINDS[objective]
+
+
+class Own(NamedTuple):
+    """The broadcast, which nobody uses, and the client's own model."""
+
+    x: Tensor
+    own: Tensor
+
+
+@dataclass(frozen=True)
+class Alone(Algorithm[Differentiable, Own]):
+    """Every site by itself: its model stays there and nothing is averaged."""
+
+    eta: Schedule
+
+    name = "local"
+    accepts = Differentiable
+    shared = ("x",)
+    private = ("own",)
+
+    def __post_init__(self) -> None:
+        positive(self, "eta")
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Own:
+        """Start at x0."""
+        return Own(x0, x0)
+
+    def step(self, problem: Differentiable, s: Own, batch: Batch, t: int) -> Own:
+        """One gradient step of the client's own model."""
+        return s._replace(own=problem.project(s.own - at(self.eta, t) * problem.grad(s.own, batch)))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one way of training came to."""
+
+    name: str
+    scores: np.ndarray
+    """On the test rows of all sites, (rows,) or (rows, classes); of local training one such array for each site."""
+    values: Mapping[str, float]
+    inside: float
+    """The mean over sites of the metric on their own test rows."""
+    lr: float
+    trials: Mapping[float, float]
+    history: Sequence[Record] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that a report and a model card need."""
+
+    estimator: Any
+    metric: str
+    classes: tuple[str, ...]
+    target: str
+    objective: str
+    trained: Sequence[Trained]
+    labels: np.ndarray
+    owner: np.ndarray
+    """The number of the site that a test row is from."""
+    interval: tuple[float, float]
+    """95 %, by bootstrap over test rows."""
+    gain: tuple[float, float, float] | None
+    """Over FedAvg: the difference and its 95 % interval, by paired bootstrap."""
+    rows: Mapping[str, int]
+    grouped: str
+    seconds: float
+
+    @property
+    def best(self) -> Trained:
+        """The model that is saved."""
+        return self.trained[0]
+
+
+def train(
+    data: Sites,
+    target: str,
+    objective: str,
+    *,
+    rounds: int = 50,
+    q: int = 10,
+    hidden: Sequence[int] = (),
+    grouped: str = "",
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda sentence: None,
+) -> Outcome:
+    """Tune on validation rows, train on all but the test rows, and compare with FedAvg and with every site alone.
+
+    Each way of training has the same trials, batch size, rounds and local steps. The test rows of each site are set aside
+    first; nothing is chosen by them.
+    """
+    kind = find_kind(objective)
+    if objective != "accuracy" and len(data.classes) > 2:
+        raise NestfedError(
+            f"{objective} is for two classes, but {target!r} has {len(data.classes)} ({', '.join(data.classes)}): "
+            "take --objective accuracy."
+        )
+    began = time.perf_counter()
+    rest, test = apart(data.sites, TEST, seed)
+    fitting, validation = apart(rest, VALIDATION, seed + 1)
+    _refuse_one_class(target, data.classes, fitting, "training")
+    _refuse_one_class(target, data.classes, test, "test")
+    judge = _Judge(kind.metric, test, len(data.classes))
+    common: dict[str, Any] = {"rounds": rounds, "q": q, "hidden": tuple(hidden), "random_state": seed}
+    trying = max(1, rounds // 2)  # enough to rank step sizes
+    ways: list[Any] = [FederatedClassifier(algorithm="fedavg", **common)]
+    if objective != "accuracy":
+        ways.insert(0, kind(**common))
+    trained, fitted = [], []
+    for way in ways:
+        tell(
+            f"{objective if way.kind != 'classify' else 'FedAvg on cross-entropy'}: {len(TRIALS)} trials, then training"
+        )
+        found = sweep(clone(way).set_params(rounds=trying), fitting, validation, (), TRIALS, judge.metric)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", advice.TheoryWarning)  # the step size was measured
+            final = way.set_params(lr=found.best).fit(pairs(rest), eval_set=pairs(test))
+        scores = judge.scores(final, final._scores)
+        trials = dict(zip(found.lrs, found.values))
+        trained.append(judge.trained(final.choice_.name, scores, found.best, trials, final.history_))
+        fitted.append(final)
+    tell(f"every site alone: {len(TRIALS)} trials, then training")
+    trained.append(_alone(common, trying, list(trained[-1].trials), fitting, validation, rest, judge))
+    interval, gain = _bootstrap(trained, judge, seed)
+    rows = {
+        "training": sum(map(len, rest)),
+        "of these for tuning": sum(map(len, validation)),
+        "test": len(judge.labels),
+    }
+    return Outcome(
+        fitted[0].set_params(lr=trained[0].lr), judge.metric, data.classes, target, objective, trained, judge.labels,
+        judge.owner, interval, gain, rows, grouped, time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _refuse_one_class(target: str, classes: Sequence[str], sites: Sequence[Site], which: str) -> None:
+    found = np.unique(np.concatenate([site.y for site in sites]))
+    if len(found) < 2:
+        raise NestfedError(
+            f"All {which} rows of all sites have {target} = {classes[int(found[0])]}: more rows of the other class are needed."
+        )
+
+
+class _Judge:
+    """The test rows of all sites, and the metrics on them."""
+
+    def __init__(self, metric: str, test: Sequence[Site], classes: int) -> None:
+        self.metric, self.classes = metric, classes
+        self.test = [site for site in test if len(site)]
+        self.labels = np.concatenate([site.y for site in test])
+        self.owner = np.repeat(np.arange(len(test)), [len(site) for site in test])
+
+    def scores(self, estimator: Any, model: Callable[[Tensor], Tensor]) -> np.ndarray:
+        """Return a model's scores on the test rows."""
+        x = torch.cat([estimator._scaled(site.x, site.features) for site in self.test])
+        return in_chunks(model, x).double().numpy()
+
+    def values(self, scores: np.ndarray, rows: Any = slice(None)) -> dict[str, float]:
+        """Return the metrics on some of the rows."""
+        s, y = scores[rows], self.labels[rows]
+        found = {} if s.ndim > 1 else {"auroc": metrics.auroc(s, y), "ap": metrics.average_precision(s, y)}
+        return found | ({"accuracy": metrics.accuracy(s, y)} if self.metric == "accuracy" else {})
+
+    def inside(self, scores: np.ndarray) -> float:
+        """Return the mean over sites of the metric on their own rows, where it is defined."""
+        each = [self.values(scores, self.owner == n)[self.metric] for n in np.unique(self.owner)]
+        return float(np.nanmean(each)) if np.isfinite(each).any() else float("nan")
+
+    def trained(
+        self, name: str, scores: np.ndarray, lr: float, trials: Mapping[float, float], history: Sequence[Any]
+    ) -> Trained:
+        """Sum up one way of training."""
+        return Trained(name, scores, self.values(scores), self.inside(scores), lr, trials, history)
+
+
+def _alone(
+    common: Mapping[str, Any],
+    trying: int,
+    lrs: Sequence[float],
+    fitting: Sequence[Site],
+    validation: Sequence[Site],
+    rest: Sequence[Site],
+    judge: _Judge,
+) -> Trained:
+    """Train every site by itself, with FedAvg's trials; return the mean over sites of how well it does on all rows."""
+
+    def models(lr: float, sites: Sequence[Site], rounds: int) -> tuple[FederatedClassifier, list[nn.Module]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", advice.NestfedWarning)
+            made = FederatedClassifier(algorithm=Alone(lr), **{**common, "rounds": rounds}).fit(pairs(sites))
+        found = []
+        for own in made._result.private["own"]:
+            one = copy.deepcopy(made._scores)
+            nn.utils.vector_to_parameters(own.clone(), one.parameters())
+            found.append(one)
+        return made, found
+
+    held = _Judge(judge.metric, validation, judge.classes)
+    trials = {}
+    for lr in lrs:
+        try:
+            made, found = models(lr, fitting, trying)
+        except DivergedError:  # too large a step for one of the sites
+            trials[lr] = float("nan")
+        else:
+            trials[lr] = float(np.nanmean([held.values(held.scores(made, one))[judge.metric] for one in found]))
+    lr = Found(judge.metric, tuple(trials), tuple(trials.values())).best
+    made, found = models(lr, rest, common["rounds"])
+    scores = np.stack([judge.scores(made, one) for one in found])
+    each = [judge.values(s) for s in scores]
+    values = {k: float(np.nanmean([v[k] for v in each])) for k in each[0]}
+    own = [judge.values(s, judge.owner == n)[judge.metric] for n, s in enumerate(scores) if (judge.owner == n).any()]
+    inside = float(np.nanmean(own)) if np.isfinite(own).any() else float("nan")
+    return Trained("every site alone", scores, values, inside, lr, trials)
+
+
+def _bootstrap(
+    trained: Sequence[Trained], judge: _Judge, seed: int
+) -> tuple[tuple[float, float], tuple[float, float, float] | None]:
+    """Return the 95 % interval of the first model's metric, and of its gain over FedAvg, by resampled test rows."""
+    rng = np.random.default_rng(seed)
+    draws = [rng.integers(len(judge.labels), size=len(judge.labels)) for _ in range(RESAMPLES)]
+    draws = [d for d in draws if len(np.unique(judge.labels[d])) > 1]
+    first = np.array([judge.values(trained[0].scores, d)[judge.metric] for d in draws])
+    low, high = np.quantile(first, [0.025, 0.975])
+    base = next((t for t in trained[1:] if t.name == "fedavg"), None)
+    if base is None:
+        return (float(low), float(high)), None
+    other = np.array([judge.values(base.scores, d)[judge.metric] for d in draws])
+    less, more = np.quantile(first - other, [0.025, 0.975])
+    gain = trained[0].values[judge.metric] - base.values[judge.metric]
+    return (float(low), float(high)), (gain, float(less), float(more))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Predicting
+
+
+def load(place: Path) -> tuple[Any, dict[str, Any]]:
+    """Read a model that `nestfed train` wrote, by its own directory or that of the training run."""
+    found = next((p for p in (place, place / "model") if (p / "table.json").is_file()), None)
+    if found is None:
+        raise NestfedError(f"{place} holds no model: expected the directory that `nestfed train` wrote.")
+    told = json.loads((found / "table.json").read_text(encoding="utf-8"))
+    return KINDS[told["objective"]].load(found), told
+
+
+def predict(place: Path, file: Path, out: Path) -> int:
+    """Write the probability of every class for the rows of a table; return how many rows there were."""
+    import pandas as pd
+
+    estimator, told = load(place)
+    raw = _raw(file)
+    needed = dict.fromkeys(f.partition("=")[0] for f in estimator.scale_.features)
+    for name in needed:
+        require_column(file, name, raw)
+    numbers = [f for f in estimator.scale_.features if f in raw]
+    _kinds([file], [{name: raw[name] for name in needed}], set())
+    for name in numbers:
+        if not pd.api.types.is_numeric_dtype(raw[name].dtype):
+            raise NestfedError(f"Column {name!r} of {file} holds text, but it was numbers in training.")
+    frame = pd.DataFrame({name: raw[name] for name in needed})
+    if not len(frame):
+        raise NestfedError(f"{file} has no rows.")
+    values = estimator.predict_proba(frame)
+    classes = told["classes"]
+    answers = np.asarray(classes)[estimator.predict(frame)]
+    binary = len(classes) == 2
+    head = ["row", *(["probability"] if binary else [f"probability of {c}" for c in classes]), "prediction"]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(head)
+        for i, (p, answer) in enumerate(zip(values, answers), 1):
+            writer.writerow([i, *(f"{v:.6f}" for v in (p[1:] if binary else p)), answer])
+    return len(frame)

@@ -1,0 +1,322 @@
+"""What a reproduction is made of, and the small records from which everything about it is told."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple, Self
+
+from nestfed.core import NestfedError
+from nestfed.engine.record import metrics_of
+from nestfed.engine.round import Record
+from nestfed.experiment.spec import Experiment, from_tables, read
+from nestfed.files import write_atomically
+
+CONFIRMED, REFUTED, UNTESTED = "confirmed", "not confirmed", "not testable here"
+UNDECIDED = "not confirmed (within the spread)"
+BUDGETS = ("quick", "standard", "full")
+
+
+class Missing(NestfedError):
+    """There are no runs to judge by."""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What was found
+
+
+class Point(NamedTuple):
+    """One evaluation of a run, and what had been spent by then."""
+
+    round: int
+    value: float
+    examples: int
+    bytes: int
+    seconds: float
+    loss: float | None = None
+    """The mean training loss of that round."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as a small record: its evaluations."""
+
+    data: str
+    method: str
+    seed: int
+    metric: str
+    curve: Sequence[Point]
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that tuning chose."""
+    trials: int = 0
+    also: Mapping[str, float] = field(default_factory=dict)
+    """The other metrics at the end."""
+    training: float | None = None
+    """The training objective of the last model, where a record's loss is not the same quantity for all methods."""
+    diverged: bool = False
+    """The run diverged, and the curve ends before."""
+
+    @classmethod
+    def of(cls, history: Sequence[Record], metric: str, **about: Any) -> Self:
+        """Make the small record of a run from its whole one."""
+        rows = [r for r in history if r.get(metric) is not None]
+        if not rows:
+            raise NestfedError(f"{about['method']} on {about['data']}: the record holds no {metric!r}.")
+        curve = [
+            Point(r["round"], r[metric], r["examples"], r["bytes_up"] + r["bytes_down"], r["seconds"], r["loss"])
+            for r in rows
+        ]
+        also = {k: v for k, v in metrics_of(rows[-1]).items() if k != metric and not k.startswith("val_")}
+        return cls(metric=metric, curve=curve, also=also, **about)
+
+    @property
+    def final(self) -> float:
+        """The metric at the end."""
+        return self.curve[-1].value
+
+    def reach(self, target: float) -> Point | None:
+        """Return the first evaluation after the start at which the metric was at least the target."""
+        return next((p for p in self.curve if p.round and p.value >= target), None)
+
+    def loss(self, last: int = 3) -> float:
+        """Return the training loss at the end: the last model's, or a mean over the last evaluated rounds."""
+        if self.training is not None:
+            return self.training
+        values = [p.loss for p in self.curve if p.loss is not None]
+        if not values:
+            raise Missing(f"no training loss of {self.method} on {self.data}")
+        return fmean(values[-last:])
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that one reproduction found."""
+
+    name: str
+    budget: str
+    runs: Sequence[Run] = ()
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """What an experiment without training measured."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Versions, machine, time spent."""
+
+    def methods(self, data: str) -> list[str]:
+        """Return the methods that were run on a data set, in order."""
+        return list(dict.fromkeys(r.method for r in self.runs if r.data == data))
+
+    def data(self) -> list[str]:
+        """Return the data sets, in order."""
+        return list(dict.fromkeys(r.data for r in self.runs))
+
+    def of(self, data: str, method: str) -> list[Run]:
+        """Return a method's runs on a data set, one per seed."""
+        found = [r for r in self.runs if r.data == data and r.method == method]
+        if not found:
+            raise Missing(f"{method} was not run on {data}")
+        return found
+
+    def metric(self, data: str) -> str:
+        """Return the name of a case's metric."""
+        return next(r.metric for r in self.runs if r.data == data)
+
+    def finals(self, data: str, method: str) -> list[float]:
+        """Return the last value for every seed."""
+        return [r.final for r in self.of(data, method)]
+
+    def number(self, key: str) -> Any:
+        """Return one of the numbers."""
+        if key not in self.numbers:
+            raise Missing(f"{key} was not measured")
+        return self.numbers[key]
+
+    def write(self, path: Path) -> None:
+        """Write the records: a line about the whole, then one per run."""
+        head = {"name": self.name, "budget": self.budget, "meta": self.meta, "numbers": self.numbers}
+        lines = [json.dumps(head), *(json.dumps(asdict(run)) for run in self.runs)]
+        write_atomically(path, ("\n".join(lines) + "\n").encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read records."""
+        try:
+            head, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+            runs = [Run(**{**row, "curve": [Point(*p) for p in row["curve"]]}) for row in rows]
+            return cls(head["name"], head["budget"], runs, head["numbers"], head["meta"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NestfedError(f"{path} holds no records of a reproduction: {error}.") from error
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the standard deviation; nan for a single value."""
+    return stdev(values) if len(values) > 1 else math.nan
+
+
+def plus_minus(values: Sequence[float], digits: int = 4) -> str:
+    """Return mean ± deviation as text."""
+    return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def reached(runs: Sequence[Run], target: float) -> dict[str, Any]:
+    """Return what it cost to reach a target: mean and deviation over the seeds that did, and how many those are."""
+    points = [p for p in (run.reach(target) for run in runs) if p is not None]
+    found: dict[str, Any] = {"target": target, "reached": len(points), "seeds": len(runs)}
+    for cost in ("round", "examples", "bytes") if points else ():
+        values = [getattr(p, cost) for p in points]
+        found[cost] = {"mean": fmean(values), "sd": None if len(values) < 2 else stdev(values)}
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is claimed
+
+
+class Verdict(NamedTuple):
+    """What became of a claim, and the figures behind it."""
+
+    outcome: str
+    figures: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published claim and how it is judged."""
+
+    text: str
+    check: Callable[[Evidence], Verdict]
+    trains: bool = True
+    """It is about training, of which the quick budget is only a rehearsal."""
+
+    def verdict(self, evidence: Evidence) -> Verdict:
+        """Judge the claim by what was found."""
+        try:
+            found = self.check(evidence)
+        except Missing as missing:
+            return Verdict(UNTESTED, f"{missing}.")
+        if self.trains and evidence.budget == "quick":
+            return Verdict(UNTESTED, f"The quick budget only rehearses: {found.figures}")
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is run
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison of methods: an experiment file with changes, and what was published for it."""
+
+    data: str
+    """How the paper's table calls it."""
+    experiment: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    published: Mapping[str, float] = field(default_factory=dict)
+    higher: float | None = None
+    """A target above the published values, for the costs of reaching it."""
+    sweep: tuple[str, str, tuple[Any, ...]] | None = None
+    """(method, setting, values): instead of the file's methods, one method with one setting varied."""
+    splits: bool = False
+    """Seed s means test set s, and everything is tuned anew on it."""
+
+    def build(self, budget: Budget) -> Experiment:
+        """Return the experiment at a budget."""
+        changes = {**self.changes, **budget.changes, **budget.only_for.get(self.data, {})}
+        experiment = read(budget.swap.get(self.experiment, self.experiment)).with_overrides(changes)
+        return experiment if self.sweep is None else _swept(experiment, *self.sweep)
+
+
+def _swept(experiment: Experiment, method: str, setting: str, values: Sequence[Any]) -> Experiment:
+    tables = copy.deepcopy(dict(experiment.source))
+    base = {k: v for k, v in tables["methods"][method].items() if k != "grid"}
+    section, _, key = setting.partition(".")
+    tables["methods"] = {}
+    for value in values:
+        table = copy.deepcopy(base)
+        table.setdefault(section, {})[key] = value
+        if setting == "run.q":  # at equal iterations, not rounds
+            run = experiment.run
+            table["run"] |= {
+                "rounds": max(1, run.rounds * run.q // value),
+                "every": max(1, run.every * run.q // value),
+            }
+        tables["methods"][f"{key}={value}"] = table
+    return from_tables(tables)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a reproduction is run."""
+
+    seeds: int = 3
+    trials: int = 0
+    """Trials for each method; 0 is the whole grid."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    only_for: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Changes for one case, by its name."""
+    cases: tuple[str, ...] = ()
+    """Only these cases; none means all."""
+    swap: Mapping[str, str] = field(default_factory=dict)
+    """Experiment files in the place of others."""
+    factor: float = 1.0
+    """What a round costs, in rounds of the measured size."""
+    minutes: float = 0.0
+    """For what is no training: measured minutes on two cores."""
+    memory: float = 1.0
+    """Gigabytes, at most."""
+    departs: str = ""
+    """What differs from the paper at this budget."""
+    trial_rounds: int = 0
+    """Rounds of a trial; 0 is as many as in a run."""
+    trial_seeds: int = 1
+    """Seeds of a trial, which is judged by their mean."""
+    stopping: bool = True
+    """The worse half of the trials stops early."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """The factor of single cases, by name."""
+
+
+class Workshop(NamedTuple):
+    """Where an experiment without training works."""
+
+    place: Path
+    budget: str
+    folders: Mapping[str, Path]
+    """The directories of the trained cases."""
+    experiments: Mapping[str, Experiment]
+    seeds: int = 0
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """One figure or table."""
+
+    name: str
+    title: str
+    budgets: Mapping[str, Budget]
+    claims: Sequence[Claim] = ()
+    cases: Sequence[Case] = ()
+    produce: Callable[[Workshop], dict[str, Any]] | None = None
+    """Makes figures and returns numbers, after the cases were trained."""
+    needs: tuple[str, ...] = ()
+    """The data sets."""
+    also: tuple[str, ...] = ()
+    """Further metrics for the table."""
+    losses: bool = False
+    """The training loss is one quantity for all methods, and the paper draws it."""
+
+    def at(self, budget: str, seeds: int = 0) -> Budget:
+        """Return a budget, with another number of seeds if one is given."""
+        if budget not in self.budgets:
+            raise NestfedError(f"There is no budget {budget!r}; there are {', '.join(self.budgets)}.")
+        found = self.budgets[budget]
+        if seeds < 0:
+            raise NestfedError(f"seeds must be at least 1, not {seeds}.")
+        return replace(found, seeds=seeds or found.seeds)
+
+    def chosen(self, budget: Budget) -> list[Case]:
+        """Return the cases that a budget runs."""
+        return [case for case in self.cases if not budget.cases or case.data in budget.cases]

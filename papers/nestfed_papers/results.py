@@ -1,0 +1,178 @@
+"""The page of results: small records collected from reproductions, and what is written from them alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nestfed_papers.reproduce import cells, departs, draw, header, length, outdated, rows, verdicts
+from nestfed_papers.reproductions.base import Evidence
+from nestfed_papers.reproductions.papers import REPRODUCTIONS
+
+from nestfed.core import NestfedError
+from nestfed.files import write_atomically
+
+RECORDS = "records.jsonl"
+CURVES = "curves.png"
+
+
+def collect(source: Path, papers: Path, pictures: Path) -> list[str]:
+    """Copy the records of reproductions (not of quick ones) into `papers`/NAME and their figures; return the names."""
+    names = []
+    for path in sorted(source.glob(f"*/{RECORDS}")):
+        evidence = Evidence.read(path)
+        if evidence.budget == "quick" or (evidence.budget != "full" and _has_full(source, evidence.name)):
+            continue
+        place = papers / evidence.name
+        place.mkdir(parents=True, exist_ok=True)
+        if (place / RECORDS).exists():
+            evidence = _joined(Evidence.read(place / RECORDS), evidence)
+        for figure in evidence.numbers.get("figures", ()):
+            pictures.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path.parent / figure, pictures / f"{evidence.name}-{figure}")
+        evidence.write(place / RECORDS)
+        names.append(evidence.name)
+    return names
+
+
+def _joined(old: Evidence, new: Evidence) -> Evidence:
+    """Return new records with the cases of the old ones that they lack, if both are of one budget."""
+    kept = [data for data in old.data() if data not in new.data()]
+    if old.budget != new.budget or not new.runs or not kept:
+        return new
+    runs = [*new.runs, *(run for run in old.runs if run.data in kept)]
+    order = {case.data: i for i, case in enumerate(REPRODUCTIONS[new.name].cases)}
+    runs.sort(key=lambda run: order.get(run.data, len(order)))
+    parts = {
+        k: {**{d: old.meta[k][d] for d in kept if d in old.meta[k]}, **new.meta[k]} for k in ("seconds", "folders")
+    }
+    return replace(new, runs=runs, meta={**new.meta, **parts})
+
+
+def _has_full(source: Path, name: str) -> bool:
+    return (source / f"{name}-full" / RECORDS).exists()
+
+
+def figures(evidence: Evidence) -> list[str]:
+    """Return the pictures of a reproduction: its own, or else the curves, which are drawn from the records."""
+    return list(evidence.numbers.get("figures", ())) or [CURVES] * bool(evidence.runs)
+
+
+def held(papers: Path) -> dict[str, Evidence]:
+    """Return the records that are in `papers`, in the order of the table of reproductions."""
+    places = {name: papers / name / RECORDS for name in REPRODUCTIONS}
+    return {name: Evidence.read(path) for name, path in places.items() if path.exists()}
+
+
+def table(found: dict[str, Evidence]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Return all outcomes: {experiment: {data set: {method: {mean, sd, seeds, published, …}}}}."""
+    keys = ("mean", "sd", "seeds", "published", "metric", "rounds", "trials", "to_published", "to_higher")
+    return {
+        name: {
+            data: {row["method"]: {k: _rounded(row[k]) for k in keys} for row in rows(evidence, data)}
+            for data in evidence.data()
+        }
+        for name, evidence in found.items()
+        if evidence.runs
+    }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    return value
+
+
+def markdown(found: dict[str, Evidence]) -> str:
+    """Return the page."""
+    judged = {name: verdicts(evidence) for name, evidence in found.items()}
+    outcomes = [v.outcome for claims in judged.values() for _, v in claims]
+    counts = ", ".join(f"{outcomes.count(o)} {o}" for o in dict.fromkeys(outcomes))
+    text = [
+        "# Results",
+        "",
+        "Written by `nestfed results` from the records below `benchmarks/papers`; do not edit. Every section is the outcome of",
+        "`nestfed reproduce NAME` at the budget that it states: each method tuned with the number of trials in its row, on validation",
+        "data (see `nestfed.experiment.tune`), then run with every seed; mean ± standard deviation over seeds. Where the paper prints one",
+        "setting instead of a grid, it is taken (0 trials). A run that diverged counts with the last model that was evaluated before.",
+        "",
+        "- **Costs** are those of the first evaluation at which a seed had reached the target, of all clients together; where nothing is",
+        "  published the target is the lowest of the final means. *(2 of 3)* is the mean of the seeds that reached it; – means that none did.",
+        "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of its values seed by seed excludes 0. A claim that the",
+        "  seeds neither contradict nor bear out is *not confirmed (within the spread)*; what was not run is *not testable here*. Whether",
+        "  published values are reached, and who is first at how many evaluations, is told of means. The training",
+        "  loss is that of the last three evaluated rounds; of meta-learners that of the last model, after its inner step.",
+        "- **Tuned to**: *(largest)* and *(smallest)* mark a choice at the end of a list of values.",
+        "- **Minutes** are those of the rounds, without evaluation, summed over all runs and trials, each of which had one core, at times",
+        "  shared with other work: they tell what a reproduction takes, and do not compare methods.",
+        "- **loss_k** and **r2_k** are a meta-learner's mean squared error on unseen tasks after k inner steps, and the share of the",
+        "  targets' mean square that it takes away; **ap** is the average precision.",
+        "",
+        f"{len(outcomes)} statements (the papers' claims, and whether we reach their values) on {len(found)} figures and tables: {counts}."
+        if outcomes
+        else "Nothing has been run yet.",
+        "",
+    ]  # fmt: skip
+    for name, reproduction in REPRODUCTIONS.items():
+        text += [f"## {name}", "", f"{reproduction.title}.", ""]
+        if name not in found:
+            text += [f"Not run yet: `nestfed reproduce {name}`.", ""]
+            continue
+        text += _section(found[name])
+        for claim, verdict in judged[name]:
+            text.append(f"- {claim}: **{verdict.outcome}**. {verdict.figures}")
+        text.append("")
+    return "\n".join(text)
+
+
+def _section(evidence: Evidence) -> list[str]:
+    meta = evidence.meta
+    text = []
+    told = [f"Budget {evidence.budget}"]
+    if evidence.runs:
+        minutes = sum(meta["seconds"].values()) / 60
+        split = any(case.splits for case in REPRODUCTIONS[evidence.name].cases)
+        seeds = f"{meta['seeds']} " + ("test sets, all methods tuned anew on each" if split else "seeds")
+        told += [seeds, f"{minutes:.0f} minutes of rounds, tuning included"]
+    told.append(meta["machine"])
+    differs = f" Differs from the paper: {said}" if (said := departs(evidence)) else ""
+    old = outdated(evidence)
+    changed = f" **Settings have been changed since: {', '.join(old)}.**" if old else ""
+    text += [f"{'; '.join(told)}.{differs}{changed}", ""]
+    for data in evidence.data():
+        lines = rows(evidence, data)
+        text += [f"**{data}** ({length(lines)})", ""]
+        text += _table(header(evidence, data), [cells(row, evidence, data) for row in lines])
+    for figure in figures(evidence):
+        text += [f"![{evidence.name}](figures/{evidence.name}-{figure})", ""]
+    return text
+
+
+def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(columns) + " |",
+        "| --- " * len(columns) + "|",
+        *("| " + " | ".join(line) + " |" for line in lines),
+        "",
+    ]
+
+
+def write(source: Path, papers: Path, page: Path) -> list[str]:
+    """Collect what `source` holds, and write `papers`/results.json and the page; return the names that are in it."""
+    if not papers.is_dir():
+        raise NestfedError(f"{papers} is no directory; run this from the root of the project.")
+    collect(source, papers, page.parent / "figures")
+    found = held(papers)
+    for name, evidence in found.items():
+        if CURVES in figures(evidence):
+            draw(evidence, page.parent / "figures" / f"{name}-{CURVES}")
+    write_atomically(papers / "results.json", (json.dumps(table(found), indent=1) + "\n").encode())
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(page, markdown(found).encode())
+    return list(found)

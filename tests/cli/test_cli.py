@@ -1,0 +1,234 @@
+"""The command line as a stranger meets it: what it prints, leaves behind, refuses and survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestfed.cli.main import main
+from nestfed.engine.record import read as read_record
+from nestfed.experiment.compare import last
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads of several tests at once only get in each other's way
+SMALL = ("run", "demo", "algorithm.name=fcsg-m", "algorithm.alpha=0.3", "partition.clients=4", "run.q=3")
+
+
+def nestfed(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "nestfed", *words],
+        cwd=cwd, capture_output=True, text=True, timeout=240, env=ONE_THREAD,
+    )  # fmt: skip
+
+
+class Here:
+    """The command line called in this process, which saves starting one."""
+
+    def __init__(self, cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys, self.cwd = monkeypatch, capsys, cwd
+        monkeypatch.chdir(cwd)
+
+    def __call__(self, *words: str) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["nestfed", *words])
+        try:
+            main()
+            code: object = 0
+        except SystemExit as end:
+            code = end.code or 0
+        out, err = self.capsys.readouterr()
+        assert isinstance(code, int)
+        return code, out, err
+
+    def refused(self, words: tuple[str, ...], *expected: str) -> None:
+        code, _, err = self(*words)
+        assert code == 2, err
+        assert err.startswith("nestfed: ")
+        assert err.count("\n") == 1, "one sentence"
+        for word in expected:
+            assert word in err
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(tmp_path, monkeypatch, capsys)
+
+
+def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
+    """Measured in processor time, and against what the libraries that print it take: machines and their loads differ."""
+
+    def seconds(*words: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert "compare" in nestfed("--help", cwd=tmp_path).stdout
+    bare = min(seconds("-c", "import typer, typer.rich_utils, rich.console, rich.table") for _ in range(3))
+    assert min(seconds("-m", "nestfed", "--help") for _ in range(3)) < 3 * bare
+    loaded = "import sys, nestfed.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded]).returncode == 0
+
+
+def test_a_run_leaves_its_directory_and_is_not_run_twice(here: Here) -> None:
+    words = (*SMALL, "run.rounds=3", "--out", "here")
+    code, said, err = here(*words)
+    assert code == 0, err
+    out = here.cwd / "here"
+    settings = json.loads((out / "experiment.json").read_text())
+    assert settings["algorithm"] == {"name": "fcsg-m", "alpha": 0.3}
+    assert settings["problem"]["margin"] == 0.1, "defaults are resolved"
+    records = read_record(out / "record.jsonl")
+    assert [r["round"] for r in records] == [0, 1, 2, 3]
+    for key in ("iteration", "loss", "examples", "bytes_up", "bytes_down", "seconds", "participants"):
+        assert key in records[-1]
+    assert f"{last(records, 'ap'):.4f}" in said
+    assert (out / "plot.png").stat().st_size > 5000
+    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.suffix not in (".png", ".html")}
+    assert here(*words)[1] == said
+    assert before == {p.name: p.stat().st_mtime_ns for p in out.iterdir() if p.suffix not in (".png", ".html")}
+    here.refused((*SMALL, "run.rounds=4", "--out", "here"), "another experiment", "--out")
+    (here.cwd / "full").mkdir()
+    (here.cwd / "full" / "letter.txt").write_text("mine")
+    here.refused((*words[:-1], "full"), "not empty")
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(here: Here, tmp_path: Path) -> None:
+    words = [*SMALL, "run.rounds=120", "run.every=40", "--out"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "nestfed", *words, "cut"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ONE_THREAD,
+    )
+    record = tmp_path / "cut" / "record.jsonl"
+    while started.poll() is None and (not record.exists() or len(record.read_text().splitlines()) < 25):
+        time.sleep(0.02)
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 130, said
+    assert "Stopped after round" in said
+    assert "the same command goes on" in said
+    done = len(read_record(record))
+    assert 25 <= done < 121
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as many as in the process that was stopped, or sums would be of another order
+    assert here(*words, "cut")[0] == 0
+    assert here(*words, "whole")[0] == 0
+    torch.set_num_threads(before)
+    resumed, whole = (read_record(tmp_path / name / "record.jsonl") for name in ("cut", "whole"))
+    for record_a, record_b in zip(resumed, whole, strict=True):
+        record_a.pop("seconds"), record_b.pop("seconds")
+        assert record_a == record_b
+    same = {(tmp_path / name / "model.safetensors").read_bytes() for name in ("cut", "whole")}
+    assert len(same) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("algorithm.name=fcsg-n",), ("fcsg-n", "fcsg-m")),
+        (("algorithm.alpha=-1",), ("alpha", "above 0")),
+        (("algorithm.beta=1.5",), ("beta", "(0, 1]")),
+        (("algorithm.gamma=1",), ("gamma", "alpha, beta")),
+        (("algorithm.alpha=fast",), ("alpha", "number")),
+        (("algorithm.name=fmgda",), ("fmgda", "Minimax")),
+        (("run.q=0",), ("q", "at least 1")),
+        (("run.rounds=-3",), ("rounds",)),
+        (("run.rounds=many",), ("run.rounds", "whole number")),
+        (("run.mode=fast",), ("mode", "vmap")),
+        (("data.name=digit",), ("digit", "digits")),
+        (("data.binary=false", "data.remove=''"), ("two classes",)),
+        (("model.name=mpl",), ("mpl", "mlp")),
+        (("model.hiden=[3]",), ("hiden",)),
+        (("partition.clients=100000",), ("100",)),
+        (("problem.name=auprcc",), ("auprcc", "auprc")),
+        (("problem.margin=-1",), ("margin",)),
+        (("nonsense",), ("section.name=value",)),
+        (("runn.q=1",), ("runn",)),
+        (("run.participation=99",), ("participation",)),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_leaves_nothing(
+    words: tuple[str, ...], expected: tuple[str, ...], here: Here
+) -> None:
+    here.refused((*SMALL, "run.rounds=2", *words, "--out", "x"), *expected)
+    assert not (here.cwd / "x").exists()
+
+
+def test_a_divergent_step_names_client_and_iteration(here: Here) -> None:
+    settings = ("problem.name=auroc", "algorithm.name=local-sgda", "algorithm.eta_theta=100", "algorithm.eta_w=1")
+    words = ("run", "demo", *settings, "partition.clients=4", "run.checkpoint_every=1", "run.q=1", "--out", "x")
+    here.refused(words, "client", "iteration", "NaN", "last good checkpoint is in x")
+    records = read_record(here.cwd / "x" / "record.jsonl")
+    assert len(records) > 2
+    assert list((here.cwd / "x").glob(f"round-{records[-1]['round']:08d}-*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[run\nq = 1", ("not valid TOML", "line 1")),
+        ("[run]\nq = 1\nrouns = 3", ("line 3", "run.rouns", "rounds")),
+        ("[run]\nq = 'two'", ("line 2", "run.q", "whole number")),
+        ("[algoritm]\nname = 'fcsg'", ("line 1", "algoritm", "algorithm")),
+        ("run = 3", ("[run]", "table")),
+    ],
+)
+def test_a_wrong_file_is_told_by_line_and_key(text: str, expected: tuple[str, ...], here: Here) -> None:
+    (here.cwd / "e.toml").write_text(text)
+    here.refused(("run", "e.toml"), "e.toml", *expected)
+
+
+def test_missing_and_unreadable_files(here: Here) -> None:
+    here.refused(("run", "demmo"), "demmo", "demo")
+    (here.cwd / "binary.toml").write_bytes(os.urandom(200) + b"\xff")
+    here.refused(("run", "binary.toml"), "binary.toml")
+
+
+def test_compare_prints_a_table_and_goes_on(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    words = (
+        "compare", "demo", "run.rounds=2", "run.q=2", "partition.clients=4",
+        "--algorithms", "fedavg,fcsg-m", "--seeds", "2", "--workers", "2", "--out", "c",
+    )  # fmt: skip
+    code, said, err = here(*words)
+    assert code == 0, err
+    for name in ("fedavg", "fcsg-m"):
+        (line,) = [row for row in said.splitlines() if row.startswith(name)]
+        finals = [read_record(tmp_path / "c" / name / f"seed-{s}" / "record.jsonl")[-1]["ap"] for s in (0, 1)]
+        assert f"{sum(finals) / 2:.4f} ±" in line
+        trials = list((tmp_path / "c" / name).glob("trial-*"))
+        assert len(trials) == 6, "every method gets the same number of trials"
+        assert all(json.loads((t / "experiment.json").read_text())["run"]["seed"] == 1000 for t in trials)
+    assert (tmp_path / "c" / "curves.png").stat().st_size > 5000
+    assert here(*words)[1] == said
+
+
+def test_list_theory_and_cite(here: Here) -> None:
+    listed = here("list")[1]
+    for word in ("acc-fcsg-m", "2 × model: x, u", "fashion-mnist", "invariant", "demo"):
+        assert word in listed
+    told = here("theory", "fcsg-m", "--N", "16", "--T", "10000")[1]
+    assert "q = " in told
+    assert "bound" in told
+    assert "@inproceedings" in here("cite", "fafed")[1]
+    here.refused(("cite", "fafad"), "fafed")
+    here.refused(("theory", "fcsg", "--N", "many"), "--N")
+
+
+def test_help_tells_what_arguments_and_defaults_mean(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """typer and click, in versions that do not fit each other, leave the help of arguments out without a word."""
+    monkeypatch.setenv("COLUMNS", "200")
+    _, told, _ = here("reproduce", "--help")
+    assert "A figure or table, such as fcsg-table2; see --list." in told
+    assert "[default: (those of the budget)]" in told
+    assert "An experiment file, or one of `nestfed list`." in here("compare", "--help")[1]

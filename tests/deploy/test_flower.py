@@ -1,0 +1,966 @@
+"""The Flower engine without a network: every method gives the simulation's numbers, and nothing bad gets in."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import SEED
+from test_contract import TABLE, method, setting
+
+pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed[flower]'")
+
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.task_identity import TaskIdentity
+
+from nestfed.core import NestfedError
+from nestfed.data.encoding import Plan
+from nestfed.deploy import remote
+from nestfed.deploy.flower import Custom, client_app, server, server_app
+from nestfed.deploy.flower.messages import read_plan, stamp_of
+from nestfed.engine.record import read as read_record
+from nestfed.engine.simulate import simulate
+from nestfed.experiment.build import Assembly
+from nestfed.experiment.run import claim
+from nestfed.experiment.spec import Experiment, RunSpec, from_tables
+
+Q = 3
+Tamper = Callable[[int, int, Message], "Message | None"]
+"""(client, round, reply) → the reply that the coordinator gets; None if it never arrives."""
+
+
+class LocalGrid(Grid):
+    """Carries messages to apps in this process, every one through Flower's own serialisation."""
+
+    def __init__(self, apps: dict[int, Any], configs: dict[int, dict[str, Any]], tamper: Tamper | None = None) -> None:
+        self.apps, self.configs, self.tamper = apps, configs, tamper
+        self.replies: dict[str, Message] = {}
+        self.messages: list[tuple[int, Message, Message | None]] = []
+        self.away: set[int] = set()
+
+    def set_run(self, run: Any) -> None: ...
+
+    @property
+    def run(self) -> Any: ...
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in self.apps if node not in self.away]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node, last_activated_at="now") for node in self.get_node_ids()]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        names = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            copy = travelled(message)
+            copy.metadata.__dict__["_message_id"] = f"message-{len(self.messages)}"
+            names.append(copy.metadata.message_id)
+            context = Context(1, node, self.configs[node], RecordDict(), {})
+            reply: Message | None = travelled(self.apps[node](copy, context))
+            if self.tamper is not None and reply is not None and message.metadata.message_type == "train":
+                reply = self.tamper(self.configs[node]["client"], int(copy.metadata.group_id), reply)
+            self.messages.append((node, copy, reply))
+            if reply is not None:
+                self.replies[names[-1]] = reply
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.replies.pop(i) for i in message_ids if i in self.replies]
+
+
+def travelled(message: Message) -> Message:
+    """Return a message as it arrives."""
+    parts = {i: part.deflate() for i, part in get_all_nested_objects(message).items()}
+    copy = inflate_object_from_contents(message.object_id, parts)
+    copy.metadata.__dict__["_message_id"] = message.metadata.message_id
+    return copy
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, so that deadlines mean the same on a busy machine."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    perf_counter = monotonic
+
+    def strftime(self, form: str) -> str:
+        return "2026-01-01 00:00:00"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    for module in (server, remote):  # the one tells the other when a round began
+        monkeypatch.setattr(module, "time", clock)
+    for name, value in {"_run_id": 1, "_node_id": 1, "_task_id": 1}.items():
+        monkeypatch.setattr(TaskIdentity, name, value)  # what Flower's processes know of themselves
+
+
+def federation(study: Any, folder: Path, sites: int, tamper: Tamper | None = None) -> LocalGrid:
+    app = client_app(study)
+    configs = {100 + n: {"client": n, "site": f"clinic-{n}", "state": str(folder / f"state-{n}")} for n in range(sites)}
+    return LocalGrid(dict.fromkeys(configs, app), configs, tamper)
+
+
+def deploy(study: Any, folder: Path, sites: int, tamper: Tamper | None = None, **config: Any) -> LocalGrid:
+    grid = federation(study, folder, sites, tamper)
+    coordinate(study, folder, grid, sites=sites, **config)
+    return grid
+
+
+def coordinate(study: Any, folder: Path, grid: LocalGrid, **config: Any) -> None:
+    settings = {"out": str(folder / "run"), "deadline": 5.0, **{k.replace("_", "-"): v for k, v in config.items()}}
+    server_app(study)(grid, Context(1, 1, {}, RecordDict(), settings))
+
+
+def checkpointed(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(max((folder / "run").glob("round-*.safetensors")))
+
+
+def toy(name: str, rounds: int = 4, **run: Any) -> Custom:
+    s, algorithm = setting(name), method(name)
+    spec = RunSpec(rounds=rounds, q=Q, seed=SEED, **run)
+    return Custom(name, lambda: Assembly(s.problem, algorithm, s.clients, lambda model: {}, ""), spec)
+
+
+def simulated(name: str, rounds: int = 4, **options: Any) -> Any:
+    s = setting(name)
+    return simulate(
+        s.problem, method(name), s.clients, rounds=rounds, q=Q, seed=SEED, mode="loop", progress=False, **options
+    )
+
+
+COSTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_down")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_method_equals_simulation(name: str, tmp_path: Path) -> None:
+    sites = len(setting(name).clients)
+    participation = 3 if sites > 1 else 0
+    grid = deploy(toy(name, participation=participation), tmp_path, sites)
+    expected = simulated(name, participation=participation or None)
+    state = checkpointed(tmp_path)
+    for field, value in expected.shared.items():
+        torch.testing.assert_close(state[f"shared.{field}"], value, rtol=0, atol=1e-12)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    assert [[r[k] for k in COSTS] for r in records[1:]] == [[r[k] for k in COSTS] for r in expected.history[-4:]]
+    for ours, theirs in zip(records[1:], expected.history[-4:]):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+        assert ours["drift"] == pytest.approx(theirs["drift"], rel=1e-6, abs=1e-12)
+    assert (tmp_path / "run" / "finished.json").exists()
+    assert grid.messages
+
+
+def shipped(grid: LocalGrid, kind: str) -> list[tuple[int, Message, Message]]:
+    return [(n, m, r) for n, m, r in grid.messages if m.metadata.message_type == kind and r is not None]
+
+
+def payload(record: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {k: (a.dtype, tuple(a.shape)) for k, a in record.items()}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_leaves_a_site(name: str, tmp_path: Path) -> None:
+    """Of a toy's rounds: the shared fields in their dtype, three numbers, and which round they are for. No more."""
+    sites = len(setting(name).clients)
+    grid = deploy(toy(name, rounds=2), tmp_path, sites)
+    template = method(name).init(setting(name).problem, setting(name).problem.x0)
+    fields = {k: ("float64", tuple(getattr(template, k).shape)) for k in TABLE[name].shared}
+    stamp = {"protocol", "version", "digest"}
+    sent = 0
+    for _, order, reply in shipped(grid, "train"):
+        assert set(order.content) - {"plan", "scaling"} == {"order", "shared"}
+        assert payload(order.content["shared"]) == fields
+        assert set(reply.content) == {"answer", "fields", "report"}
+        assert payload(reply.content["fields"]) == fields
+        assert set(reply.content["report"]) == {"loss", "moved", "examples"}
+        assert set(reply.content["answer"]) == stamp | {"token", "client", "round"}
+        sent += sum(a.numpy().nbytes for a in reply.content["fields"].values())
+    assert sent == read_record(tmp_path / "run" / "record.jsonl")[-1]["bytes_up"]
+    for _, _, reply in shipped(grid, "query.hello"):
+        assert set(reply.content) == {"site", "sums"}
+        counts = {"client", "site", "examples", "positives", "shape", "classes", "features"}
+        assert set(reply.content["site"]) == stamp | counts
+    assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "train"}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Sites that fail
+
+
+def script(monkeypatch: pytest.MonkeyPatch, absent: dict[int, int]) -> None:
+    """Make the simulation leave out a client in certain rounds: {round: client}."""
+    from nestfed.engine.round import Participation
+
+    def draw(self: Any, streams: Any, clients: int, round: int) -> tuple[list[int], list[int]]:
+        everybody = list(range(clients))
+        return everybody, [n for n in everybody if absent.get(round + 1) != n]
+
+    monkeypatch.setattr(Participation, "draw", draw)
+
+
+@pytest.mark.parametrize("name", [n for n in TABLE if not TABLE[n].single])
+def test_a_lost_answer_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site that computed a round whose answer never arrived goes on from its fields before that round."""
+    absent = {2: 1, 3: 4}
+    grid = deploy(toy(name, rounds=5), tmp_path, 5, lambda n, r, m: None if absent.get(r) == n else m, min_sites=4)
+    script(monkeypatch, absent)
+    expected = simulated(name, rounds=5)
+    state = checkpointed(tmp_path)
+    for field, value in expected.shared.items():
+        torch.testing.assert_close(state[f"shared.{field}"], value, rtol=0, atol=1e-12)
+    assert len(shipped(grid, "train")) == 23
+    assert [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")] == [0, 5, 4, 4, 5, 5]
+    log = (tmp_path / "run" / "sites.log").read_text()
+    assert "round 2: site clinic-1 did not answer in time" in log
+    assert "round 3: site clinic-4" in log
+
+
+@pytest.mark.parametrize("name", ["fmgda", "codasca", "scaffold", "acc-fcsg-m", "fedadam", "local-scgdm-tasks"])
+@pytest.mark.parametrize("encode", ["", "int8"])
+def test_killed_and_resumed(name: str, encode: str, tmp_path: Path) -> None:
+    """The coordinator dies in the middle of round 3, when two sites have already answered it; a site restarts too."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    deploy(toy(name, rounds=5, encode=encode), whole, 5)
+
+    class Killed(BaseException): ...
+
+    def kill(n: int, round: int, reply: Message) -> Message:
+        if (n, round) == (2, 3):
+            raise Killed
+        return reply
+
+    with pytest.raises(Killed):
+        deploy(toy(name, rounds=5, encode=encode), broken, 5, kill)
+    assert read_record(broken / "run" / "record.jsonl")[-1]["round"] == 2
+    deploy(toy(name, rounds=5, encode=encode), broken, 5)
+    one, two = checkpointed(whole), checkpointed(broken)
+    assert set(one) == set(two)
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    records = [read_record(f / "run" / "record.jsonl") for f in (whole, broken)]
+    for left, right in zip(*records, strict=True):
+        assert {k: v for k, v in left.items() if k != "seconds"} == {k: v for k, v in right.items() if k != "seconds"}
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """The run goes on a round earlier, and the sites still have that version."""
+    deploy(toy("fmgda", rounds=4), tmp_path / "whole", 5)
+    deploy(toy("fmgda", rounds=4), tmp_path / "broken", 5)
+    for name in ("finished.json", "model.safetensors"):
+        (tmp_path / "broken" / "run" / name).unlink()
+    newest = max((tmp_path / "broken" / "run").glob("round-*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    deploy(toy("fmgda", rounds=4), tmp_path / "broken", 5)
+    assert "damaged" in (tmp_path / "broken" / "run" / "sites.log").read_text()
+    newest.unlink()
+    one, two = checkpointed(tmp_path / "whole"), checkpointed(tmp_path / "broken")
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+@pytest.mark.parametrize("rule", ["refuse", "restart"])
+def test_a_site_that_lost_its_disk(rule: str, tmp_path: Path) -> None:
+    import shutil
+
+    def lose(n: int, round: int, reply: Message) -> Message:
+        if (n, round) == (4, 2):
+            for version in (tmp_path / "state-3").glob("*/version-*"):
+                shutil.rmtree(version)
+        return reply
+
+    deploy(toy("scaffold", rounds=4), tmp_path, 5, lose, min_sites=4, lost_state=rule)
+    log = (tmp_path / "run" / "sites.log").read_text()
+    took_part = [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")][1:]
+    assert "clinic-3" in log
+    assert took_part == ([5, 5, 4, 4] if rule == "refuse" else [5, 5, 5, 5])
+    assert ("starts anew" in log) == (rule == "restart")
+
+
+def test_too_few_answers_stop_the_run_and_it_goes_on(tmp_path: Path) -> None:
+    study = toy("fmgda", rounds=3)
+    with pytest.raises(NestfedError, match="too few answers 2 times"):
+        deploy(study, tmp_path, 5, lambda n, r, m: None if r == 2 and n < 2 else m, min_sites=4, attempts=2)
+    assert "3 of 5 sites answered well in time, 4 are needed" in (tmp_path / "run" / "sites.log").read_text()
+    deploy(study, tmp_path, 5)
+    torch.testing.assert_close(checkpointed(tmp_path)["shared.theta"], simulated("fmgda", rounds=3).shared["theta"])
+
+
+def test_a_site_that_comes_later(tmp_path: Path) -> None:
+    """It is greeted between rounds, and counts as a client that sat out until then."""
+    study = toy("scaffold", rounds=4)
+    grid = federation(study, tmp_path, 5)
+    grid.away = {104}
+
+    def arrive(n: int, round: int, reply: Message) -> Message:
+        if (n, round) == (0, 3):
+            grid.away = set()
+        return reply
+
+    grid.tamper = arrive
+    coordinate(study, tmp_path, grid, sites=5, min_sites=4)
+    took_part = [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")][1:]
+    assert took_part[0] == 4
+    assert took_part[-1] == 5
+
+
+@pytest.mark.parametrize("encode", ["float16", "bfloat16", "int8", "int8/float16", "int8/bfloat16"])
+@pytest.mark.parametrize("name", ["fcsg-m", "fmgda", "scaffold"])
+def test_encoded_equals_simulation(name: str, encode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with an answer that was lost, together with the residual that belongs to it."""
+    grid = deploy(toy(name, encode=encode), tmp_path, 5, lambda n, r, m: None if (n, r) == (1, 2) else m, min_sites=4)
+    script(monkeypatch, {2: 1})
+    expected = simulated(name, encode=encode)
+    state = checkpointed(tmp_path)
+    for field, value in expected.shared.items():
+        torch.testing.assert_close(state[f"shared.{field}"], value, rtol=0, atol=1e-12)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    assert records[-1]["bytes_up"] == expected.history[-1]["bytes_up"]
+    assert records[-1]["bytes_down"] == expected.history[-1]["bytes_down"]
+    sent = [a.numpy().nbytes for _, _, r in shipped(grid, "train") for a in r.content["fields"].values()]
+    got = [a.numpy().nbytes for _, m, _ in grid.messages if "shared" in m.content for a in m.content["shared"].values()]
+    assert sum(sent) == records[-1]["bytes_up"]
+    assert sum(got) == records[-1]["bytes_down"]
+
+
+def test_a_greeting_that_was_lost_is_repeated(tmp_path: Path) -> None:
+    """Flower answers in the place of a node that is gone, perhaps only for a moment."""
+    from flwr.app import Error
+
+    study = toy("fedavg", rounds=1)
+    grid = federation(study, tmp_path, 5)
+    honest, calls = grid.apps[102], []
+
+    def late(message: Message, context: Context) -> Message:
+        calls.append(message.metadata.message_type)
+        return Message(Error(5), reply_to=message) if len(calls) == 1 else honest(message, context)
+
+    grid.apps[102] = late
+    coordinate(study, tmp_path, grid, sites=5)
+    assert calls == ["query.hello", "query.hello", "train"]
+
+
+class OffByOne(LocalGrid):
+    """Nodes as Flower's SuperNode is: one message at a time, and answers go out only after a message has come in."""
+
+    def __init__(self, *args: Any, costs: dict[str, float], behind: set[int]) -> None:
+        super().__init__(*args)
+        self.costs, self.kept = costs, {}
+        self.inbox: dict[int, list[tuple[str, float]]] = {node: [] for node in self.apps}
+        self.waits: set[int] = set()
+        self.ready: dict[int, list[tuple[float, str]]] = {
+            node: [(0.0, "of a run that is over")] if node in behind else [] for node in self.apps
+        }
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        names = list(super().push_messages(messages))
+        for name in names:
+            node, message, _ = self.messages[int(name.rpartition("-")[2])]
+            self.kept[name] = self.replies.pop(name)
+            self.inbox[node].append((name, self.costs[message.metadata.message_type]))
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        now = server.time.monotonic()
+        for node, inbox in self.inbox.items():
+            while node in self.waits or inbox:
+                if node in self.waits:
+                    done = [name for when, name in self.ready[node] if when <= now]
+                    if not done:
+                        break
+                    self.ready[node] = [(when, name) for when, name in self.ready[node] if when > now]
+                    self.replies |= {name: self.kept[name] for name in done if name in self.kept}
+                    self.waits.discard(node)
+                else:
+                    name, cost = inbox.pop(0)
+                    self.ready[node].append((now + cost, name))
+                    self.waits.add(node)
+        return super().pull_messages(message_ids)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 100.0])
+def test_a_site_that_keeps_its_answers_back(seconds: float, tmp_path: Path) -> None:
+    """Its SuperNode outlived a run that was stopped; the numbers are those of the others, and nobody waits for long."""
+    study = toy("fcsg-m", rounds=3)
+    costs = {"query.hello": 2.0, "train": seconds, "evaluate": 1.0}
+    plain = deploy(study, tmp_path / "plain", 5)
+    assert len([m for _, m, _ in plain.messages if m.metadata.message_type == "query.hello"]) == 5
+    times = {}
+    for behind in (set(), {102, 104}):
+        folder = tmp_path / f"{len(behind)}"
+        apps = federation(study, folder, 5)
+        grid = OffByOne(apps.apps, apps.configs, costs=costs, behind=behind)
+        start = server.time.monotonic()
+        coordinate(study, folder, grid, sites=5, deadline=1000.0)
+        times[len(behind)] = server.time.monotonic() - start
+        torch.testing.assert_close(checkpointed(folder), checkpointed(tmp_path / "plain"), rtol=0, atol=0)
+        assert read_record(folder / "run" / "record.jsonl")[-1]["participants"] == 5
+        assert len([m for _, m, _ in grid.messages if m.metadata.message_type == "train"]) == 15
+        assert not (folder / "run" / "sites.log").exists()
+    # One more greeting and the wait for it; then a quarter of a round, or some seconds.
+    assert times[2] < times[0] + server.GREETING + server.SETTLING + 5 + 3 * max(8, seconds / 4 + 4)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 60), (100.0, 6)])
+def test_a_run_goes_on_without_a_site_that_keeps_back(seconds: float, rounds: int, tmp_path: Path) -> None:
+    """With `min-sites` the others begin before it is known; then one round at most ends without it."""
+    study = toy("fcsg-m", rounds=rounds)
+    apps = federation(study, tmp_path, 5)
+    costs = {"query.hello": 2.0, "train": seconds, "evaluate": 1.0}
+    grid = OffByOne(apps.apps, apps.configs, costs=costs, behind={102})
+    fewer = {"sites": 5, "min_sites": 4, "deadline": 400.0}
+    claim(tmp_path / "run", study)
+    server.write_plan(tmp_path / "run" / "plan.safetensors", Plan(5), "0123456789abcdef")
+    coordinate(study, tmp_path, grid, **fewer)
+    participants = [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")]
+    assert participants[-3:] == [5, 5, 5], participants
+    warnings = tmp_path / "run" / "sites.log"
+    assert not warnings.exists() or len(warnings.read_text().splitlines()) <= 1
+
+
+def test_a_site_that_falls_behind_in_the_middle(tmp_path: Path) -> None:
+    """As when a connection breaks after it has stored an answer: found by the silence, and then known."""
+    study = toy("fcsg-m", rounds=6)
+    apps = federation(study, tmp_path, 5)
+    grid = OffByOne(apps.apps, apps.configs, costs={"query.hello": 2.0, "train": 1.0, "evaluate": 1.0}, behind=set())
+    trains = itertools.count()
+
+    def fall(n: int, round: int, reply: Message) -> Message:
+        if n == 2 and next(trains) == 2:
+            grid.ready[102].append((0.0, "that nobody waits for"))
+        return reply
+
+    grid.tamper = fall
+    start = server.time.monotonic()
+    coordinate(study, tmp_path, grid, sites=5, deadline=400.0)
+    assert [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")][1:] == [5] * 6
+    assert server.time.monotonic() - start < 400 / 4 + 2 * server.SETTLING + 6 * 12
+    assert not (tmp_path / "run" / "sites.log").exists()
+
+
+def test_a_slow_site_is_not_taken_for_one_that_keeps_back(tmp_path: Path) -> None:
+    study = toy("fedavg", rounds=2)
+    apps = federation(study, tmp_path, 5)
+    grid = OffByOne(apps.apps, apps.configs, costs={"query.hello": 20.0, "train": 50.0}, behind=set())
+    coordinate(study, tmp_path, grid, sites=5, deadline=1000.0)
+    kinds = [m.metadata.message_type for node, m, _ in grid.messages if node == 102]
+    assert kinds == ["query.hello", "query.hello", "train", "train"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Nothing bad gets in
+
+
+def changed(reply: Message, field: str, value: np.ndarray) -> Message:
+    reply.content["fields"][field] = Array(value)
+    return reply
+
+
+def worded(reply: Message, record: str, **words: Any) -> Message:
+    for key, value in words.items():
+        reply.content[record][key] = value
+    return reply
+
+
+def pickled(reply: Message) -> Message:
+    import io
+
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([print], dtype=object), allow_pickle=True)
+    reply.content["fields"]["theta"] = Array("float64", (3,), "numpy.ndarray", buffer.getvalue())
+    return reply
+
+
+def without(reply: Message, record: str, key: str) -> Message:
+    del reply.content[record][key]
+    return reply
+
+
+def extra(reply: Message) -> Message:
+    reply.content["rows"] = ArrayRecord({"x": Array(np.zeros(3))})
+    return reply
+
+
+X = np.array([0.1, 0.2, 0.3])
+BAD: dict[str, tuple[Callable[[Message], Message], str]] = {
+    "nan": (lambda m: changed(m, "theta", np.array([0.1, np.nan, 0.2])), "theta holds infinite or NaN"),
+    "infinite": (lambda m: changed(m, "v", np.array([0.1, np.inf])), "v holds infinite or NaN"),
+    "shape": (lambda m: changed(m, "theta", np.zeros(4)), r"shape \(4,\) instead of \(3,\)"),
+    "dtype": (lambda m: changed(m, "theta", X.astype("float32")), "float32 instead of torch.float64"),
+    "integers": (lambda m: changed(m, "theta", np.array([1, 2, 3])), "int64 instead of"),
+    "texts": (lambda m: changed(m, "theta", np.array(["a", "b", "c"])), "unknown kind of number"),
+    "pickle": (pickled, "cannot be read"),
+    "huge": (lambda m: changed(m, "theta", np.zeros(100_000)), "more bytes"),
+    "large": (lambda m: changed(m, "theta", X + 1000), "above the limit of 50"),
+    "more": (lambda m: changed(m, "rows", X), "instead of theta, w, u, v"),
+    "less": (lambda m: without(m, "fields", "u"), "instead of theta, w, u, v"),
+    "records": (extra, "nobody asked for"),
+    "old round": (lambda m: worded(m, "answer", round=0), "answered round 1 instead of 2"),
+    "other client": (lambda m: worded(m, "answer", client=1), "answered for client 1"),
+    "loss": (lambda m: worded(m, "report", loss=float("nan")), "is no number"),
+    "report": (lambda m: without(m, "report", "moved"), "report is not as asked"),
+    "version": (lambda m: worded(m, "answer", version="0.0.0"), "does not run nestfed"),
+    "experiment": (lambda m: worded(m, "answer", digest="0123456789"), "another experiment"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_answer_is_dropped(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil, sentence = BAD[kind]
+    deploy(
+        toy("fmgda", rounds=3), tmp_path, 5, lambda n, r, m: spoil(m) if (n, r) == (3, 2) else m, min_sites=4,
+        norm_limit=50.0,
+    )  # fmt: skip
+    log = (tmp_path / "run" / "sites.log").read_text()
+    assert re.search(f"clinic-3 .*{sentence}", log)
+    forever = kind in ("version", "experiment")  # such a site is not asked again
+    script(monkeypatch, {2: 3, 3: 3} if forever else {2: 3})
+    expected = simulated("fmgda", rounds=3)
+    torch.testing.assert_close(checkpointed(tmp_path)["shared.theta"], expected.shared["theta"], rtol=0, atol=1e-12)
+
+
+def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
+    study = toy("fmgda", rounds=3)
+    grid = federation(study, tmp_path, 5)
+    pull = LocalGrid.pull_messages
+    grid.pull_messages = lambda ids: [m for m in pull(grid, ids) for _ in range(2)]  # type: ignore[method-assign]
+    coordinate(study, tmp_path, grid, sites=5)
+    torch.testing.assert_close(
+        checkpointed(tmp_path)["shared.theta"], simulated("fmgda", rounds=3).shared["theta"], rtol=0, atol=1e-12
+    )
+
+
+def test_a_site_of_another_experiment_is_refused(tmp_path: Path) -> None:
+    study = toy("fmgda", rounds=2)
+    grid = federation(study, tmp_path, 5)
+    grid.apps[103] = client_app(toy("fmgda", rounds=3))
+    grid.configs[104]["experiment"] = "0123456789"  # what this site agreed to
+    coordinate(study, tmp_path, grid, sites=5, min_sites=3)
+    log = (tmp_path / "run" / "sites.log").read_text()
+    assert len(re.findall("node 10[34] is refused: it was started for another experiment", log)) == 2
+    assert read_record(tmp_path / "run" / "record.jsonl")[-1]["participants"] == 3
+
+
+def test_two_sites_with_one_number(tmp_path: Path) -> None:
+    study = toy("fedavg", rounds=1)
+    grid = federation(study, tmp_path, 5)
+    grid.configs[104]["client"] = 3
+    with pytest.raises(NestfedError, match="Only 4 of 5 sites"):
+        coordinate(study, tmp_path, grid, sites=5)
+    assert (
+        "clinic-4 is refused: it says it is client 3, as clinic-3 does" in (tmp_path / "run" / "sites.log").read_text()
+    )
+
+
+def test_the_text_of_an_error_stays_at_the_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    study = toy("fedavg", rounds=1)
+
+    def fail(*args: Any) -> Any:
+        raise ValueError("patient Jane Doe has no age")
+
+    broken = Custom(
+        study.name, lambda: Assembly(study.make().problem, study.make().algorithm, Broken(), fail, ""), study.run
+    )
+    grid = federation(study, tmp_path, 5)
+    grid.apps[102] = client_app(broken)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        coordinate(study, tmp_path, grid, sites=5, min_sites=4)
+    assert (
+        "clinic-2 did not take part: it could not do what it was asked" in (tmp_path / "run" / "sites.log").read_text()
+    )
+    for _, _, reply in grid.messages:
+        assert b"Jane" not in b"".join(p.deflate() for p in get_all_nested_objects(reply).values())
+
+
+class Broken:
+    def __len__(self) -> int:
+        return 5
+
+    def sample(self, n: int, t: int) -> Any:
+        raise ValueError("patient Jane Doe has no age")
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"sites": 0}, "how many sites"),
+        ({"sites": 5, "min_sites": 6}, "min-sites must lie between 1 and the 5 sites"),
+        ({"sites": 5, "weights": "size"}, "weights must be equal or examples"),
+        ({"sites": 5, "dead_line": 3}, "but not 'dead-line'"),
+        ({"sites": 5, "deadline": 0.0}, "deadline and attempts"),
+        ({"sites": 5, "weights": "examples"}, "sites count none"),
+    ],
+)
+def test_wrong_configuration(config: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    study = toy("fedavg", rounds=1)
+    with pytest.raises(NestfedError, match=sentence):
+        coordinate(study, tmp_path, federation(study, tmp_path, 5), **config)
+
+
+def test_wrong_node_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    study = toy("fedavg", rounds=1)
+    for wrong in ({"client": -1}, {"client": "0"}, {"site": "../up"}, {"file": "x.csv"}):
+        grid = federation(study, tmp_path, 1)
+        grid.configs[100] |= wrong
+        message = Message(RecordDict({"order": stamp_of(study)}), 100, "query.hello")
+        grid.push_messages([message])
+        assert grid.messages[-1][2].content["trouble"]["kind"] == "failed"  # type: ignore[union-attr]
+    assert "client=0 for the first" in caplog.text
+    assert "made of letters" in caplog.text
+    assert "but not 'file'" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Labelled examples
+
+
+def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **sections: Any) -> Experiment:
+    tables: dict[str, Any] = {
+        "data": {"name": "digits", "binary": problem != "classify", "validation": 0.2},
+        "partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.3},
+        "model": {"name": "mlp", "hidden": [8]},
+        "problem": {"name": problem, "batch": 10, "outer": 3, "inner": 8},
+        "algorithm": algorithm,
+        "run": {"rounds": rounds, "q": 4, "every": 2, "mode": "loop", "seed": 3},
+    }
+    for key, value in sections.items():
+        tables[key] = {**tables[key], **value}
+    return from_tables(tables)
+
+
+@pytest.mark.parametrize(
+    ("problem", "algorithm"),
+    [
+        ("auprc", {"name": "fcsg-m", "alpha": 0.5, "beta": 0.5}),
+        ("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}),
+        ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}),
+    ],
+)
+@pytest.mark.parametrize("evaluate", ["central", "clients"])
+def test_a_data_set_in_parts(problem: str, algorithm: dict[str, Any], evaluate: str, tmp_path: Path) -> None:
+    """The metrics are pooled from counts, and are the simulation's to within the error that comes with them."""
+    from nestfed.experiment.run import run
+
+    experiment = labelled(problem, algorithm, run={"evaluate": evaluate})
+    grid = deploy(experiment, tmp_path, 4)
+    expected = run(experiment, tmp_path / "simulated", progress=False)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    assert len(records) == len(expected) == 4
+    for ours, theirs in zip(records, expected):
+        assert (ours["loss"] or 0.0) == pytest.approx(theirs["loss"] or 0.0, rel=1e-5)
+        for key in set(theirs) - {*COSTS, "loss", "drift", "seconds"}:
+            slack = 0.0 if key.endswith("error") else ours.get(f"{key}_error", 0.0)
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=slack + 1e-6), key
+    assert "ap" in records[2] or "accuracy" in records[2]
+    assert "ap" not in records[1]
+    assert "accuracy" not in records[1]
+    for _, order, reply in [*shipped(grid, "train"), *shipped(grid, "evaluate")]:
+        assert ("tally" in reply.content) == order.content["order"]["evaluate"]
+        for name, array in reply.content.get("tally", {}).items():
+            kind = name.removeprefix("val_")
+            assert kind in ("histogram", "unscored") or kind.startswith("sum.")
+            assert array.numpy().ndim in (0, 2)
+            assert array.numpy().shape == () or len(array.numpy()) == 3
+    assert {f.name for f in (tmp_path / "run").iterdir()} >= {
+        "experiment.json", "record.jsonl", "finished.json", "model.safetensors"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("sine", "local-scgdm"), ("sine", "local-moml"), ("fcsg-figure1", "fcsg-m")],
+)
+def test_a_packaged_experiment_of_another_kind(name: str, method: str, tmp_path: Path) -> None:
+    """Its data are made up by rule: every site makes its own client's, and the coordinator evaluates."""
+    from nestfed.experiment.run import run
+    from nestfed.experiment.spec import read
+
+    changes = {"run.rounds": 3, "run.every": 1, "run.q": 2}
+    if name == "sine":
+        changes["problem.test_tasks"] = 20
+    else:
+        changes |= {"algorithm.alpha": 0.01, "algorithm.beta": 0.5, "partition.clients": 3}
+    experiment = read(name).for_method(method).with_overrides(changes)
+    sites = experiment.partition.clients
+    deploy(experiment, tmp_path, sites)
+    expected = run(experiment, tmp_path / "simulated", progress=False)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    metrics = set(expected[-1]) - {*COSTS, "loss", "drift", "seconds"}
+    assert metrics
+    for ours, theirs in zip(records, expected, strict=True):
+        assert (ours["loss"] or 0.0) == pytest.approx(theirs["loss"] or 0.0, rel=1e-4)
+        for key in metrics:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key
+    assert records[-1]["participants"] == sites
+
+
+def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:
+    from nestfed.experiment.run import run
+
+    experiment = labelled("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, run={"participation": 2, "every": 1})
+    grid = deploy(experiment, tmp_path, 4)
+    expected = run(experiment, tmp_path / "simulated", progress=False)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    for ours, theirs in zip(records, expected, strict=True):
+        assert ours["auroc"] == pytest.approx(theirs["auroc"], abs=ours["auroc_error"] + 1e-6)
+        assert ours["bytes_down"] == theirs["bytes_down"]
+    assert len(shipped(grid, "train")) == 6
+    assert len(shipped(grid, "evaluate")) == 6 + 4
+
+
+@pytest.mark.parametrize("output", ["uniform", "best"])
+def test_other_outcomes(output: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from nestfed.experiment.run import run
+
+    experiment = labelled("classify", {"name": "fedavg", "eta": 0.1}, rounds=4, run={"output": output, "every": 1})
+    deploy(experiment, tmp_path, 4)
+    run(experiment, tmp_path / "simulated", progress=False)
+    ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("run", "simulated"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tables of the sites' own
+
+
+def tables(folder: Path) -> list[Path]:
+    """Three hospitals: gaps at one of them only, a text that one never met, a site without positives."""
+    generator = np.random.default_rng(0)
+    paths = []
+    for n, rows in enumerate((60, 40, 30)):
+        age = generator.normal(50 + 10 * n, 8, rows)
+        cost = generator.normal(1e5, 1.0, rows)
+        ward = generator.choice(["a", "b", "c"][: 2 + (n == 1)], rows)
+        died = (age + generator.normal(0, 5, rows) > 58).astype(int) if n < 2 else np.zeros(rows, int)
+        lines = [
+            f"{'' if n == 1 and i % 7 == 0 else f'{a:.3f}'},{c:.4f},{w},{y}"
+            for i, (a, c, w, y) in enumerate(zip(age, cost, ward, died))
+        ]
+        paths.append(folder / f"hospital-{n}.csv")
+        paths[-1].write_text("age,cost,ward,died\n" + "\n".join(lines) + "\n")
+    return paths
+
+
+def hospitals(tmp_path: Path, algorithm: dict[str, Any], problem: str, **config: Any) -> tuple[LocalGrid, Experiment]:
+    experiment = labelled(
+        problem, algorithm, data={"name": "", "target": "died", "binary": False, "validation": 0.0, "test": 0.3}
+    )
+    grid = federation(experiment, tmp_path, 3)
+    for config_, path in zip(grid.configs.values(), tables(tmp_path)):
+        config_["data"] = str(path)
+    coordinate(experiment, tmp_path, grid, sites=3, **config)
+    return grid, experiment
+
+
+def test_scaling_comes_from_sums(tmp_path: Path) -> None:
+    """Counts, sums and squared differences make the plan that the pooled rows would have made."""
+    from nestfed.data.encoding import standardise
+    from nestfed.deploy.site import Place, at_site, own
+
+    grid, experiment = hospitals(tmp_path, {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, "auroc")
+    plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    assert plan.features == ("age", "cost", "ward=a", "ward=b", "ward=c")
+    places = [Place(n, str(tmp_path / f"hospital-{n}.csv")) for n in range(3)]
+    mine = [own(experiment, place) for place in places]
+    rows = [plan.align(m.prepared.x.numpy(), m.features) for m in mine]
+    pooled = standardise(np.concatenate(rows))
+    for n, (m, raw) in enumerate(zip(mine, rows)):
+        torch.testing.assert_close(plan.scale(m.prepared.x.numpy(), m.features), pooled(raw), rtol=1e-5, atol=1e-6)
+        made = at_site(experiment, places[n], plan).assembly
+        assert made.problem.p == pytest.approx(np.mean([float((m.prepared.y == 1).double().mean()) for m in mine]))
+    assert rows[1].shape[1] == 5
+    assert plan.shape == (6,)  # "age is missing"
+    names = {m.metadata.message_type for _, m, _ in grid.messages}
+    assert names == {"query.hello", "query.spread", "train", "evaluate"}
+    for _, _, reply in shipped(grid, "query.hello"):
+        assert all(a.numpy().shape == (len(reply.content["site"]["features"]),) for a in reply.content["sums"].values())
+    for _, _, reply in shipped(grid, "query.spread"):
+        assert payload(reply.content["squares"]) == {"squares": ("float64", (5,))}
+
+
+@pytest.mark.parametrize("problem", ["auroc", "auprc"])
+def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> None:
+    from nestfed.data.clients import Examples, Pairs
+    from nestfed.deploy.site import Place, at_coordinator, own
+
+    algorithm: dict[str, Any] = (
+        {"name": "fmgda", "c_hat": 0.1, "c": 0.1}
+        if problem == "auroc"
+        else {"name": "fcsg-m", "alpha": 0.5, "beta": 0.5}
+    )
+    _, experiment = hospitals(tmp_path, algorithm, problem)
+    plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    mine = [own(experiment, Place(n, str(tmp_path / f"hospital-{n}.csv"))) for n in range(3)]
+    x = torch.cat([plan.scale(m.prepared.x.numpy(), m.features) for m in mine])
+    y = torch.cat([m.prepared.y for m in mine])
+    ends = np.cumsum([0, *(len(m.prepared.y) for m in mine)])
+    parts = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+    made = at_coordinator(experiment, plan)
+    clients: Any = Examples((x, y), parts, batch=10) if problem == "auroc" else Pairs((x, y), parts, outer=3, inner=8)
+    expected = simulate(made.problem, made.algorithm, clients, rounds=3, q=4, seed=3, mode="loop", progress=False)
+    state = checkpointed(tmp_path)
+    for field, value in expected.shared.items():
+        torch.testing.assert_close(state[f"shared.{field}"], value, rtol=1e-6, atol=1e-7)
+    assert read_record(tmp_path / "run" / "record.jsonl")[-1]["auroc"] > 0.4
+
+
+def test_a_run_that_grows_by_a_site(tmp_path: Path) -> None:
+    """Stopped with two hospitals, started again with three: the new one joins as a client that sat out until then."""
+    experiment = labelled(
+        "auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, rounds=4,
+        data={"name": "", "target": "died", "binary": False, "validation": 0.0, "test": 0.3},
+    )  # fmt: skip
+    paths = tables(tmp_path)
+    two = federation(experiment, tmp_path, 2, lambda n, r, m: None if r == 3 and n == 1 else m)
+    for config, path in zip(two.configs.values(), paths):
+        config["data"] = str(path)
+    with pytest.raises(NestfedError, match="too few answers"):
+        coordinate(experiment, tmp_path, two, sites=2, attempts=1)
+    before, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    three = federation(experiment, tmp_path, 3)
+    for config, path in zip(three.configs.values(), paths):
+        config["data"] = str(path)
+    coordinate(experiment, tmp_path, three, sites=3)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    assert [r["participants"] for r in records] == [0, 2, 2, 3, 3]
+    orders = [m.content["order"] for node, m, _ in shipped(three, "train") if node == 102]
+    assert [o["seen"] for o in orders] == [-1, 3]
+    plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
+    np.testing.assert_array_equal(plan.mean, before.mean)  # as it was agreed at the start
+
+
+def test_weights_by_examples(tmp_path: Path) -> None:
+    """One local step of FedAvg from the same point: the mean of the answers, weighted."""
+    grid, _ = hospitals(tmp_path, {"name": "fedavg", "eta": 0.1}, "classify", weights="examples")
+    sizes = {r.content["site"]["client"]: r.content["site"]["examples"] for _, _, r in shipped(grid, "query.hello")}
+    last = shipped(grid, "train")[-3:]
+    mean = sum(r.content["fields"]["x"].numpy() * sizes[r.content["answer"]["client"]] for _, _, r in last)
+    torch.testing.assert_close(
+        checkpointed(tmp_path)["shared.x"], torch.from_numpy(mean / sum(sizes.values())).float(), rtol=1e-5, atol=1e-6
+    )
+    assert len(set(sizes.values())) == 3
+
+
+def test_tables_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    experiment = labelled("auroc", {"name": "fmgda"}, data={"name": "", "target": "died", "binary": False, "test": 0.3})
+    paths = tables(tmp_path)
+    paths[1].write_text(paths[1].read_text().replace("age,", "years,", 1))
+    grid = federation(experiment, tmp_path, 3)
+    for config, path in zip(grid.configs.values(), paths):
+        config["data"] = str(path)
+    with pytest.raises(NestfedError, match="Site clinic-0 has no column 'years' of numbers"):
+        coordinate(experiment, tmp_path, grid, sites=3)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The app
+
+
+def test_init_writes_an_app_that_runs(tmp_path: Path) -> None:
+    import importlib.util
+    import tomllib
+
+    from typer.testing import CliRunner
+
+    from nestfed.cli.main import app
+
+    folder = tmp_path / "study"
+    done = CliRunner().invoke(app, ["deploy", "init", str(folder), "--sites", "2", "run.rounds=2", "run.q=2"])
+    assert done.exit_code == 0, done.output
+    config = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    apps = {}
+    for side in ("client", "server"):
+        spec = importlib.util.spec_from_file_location(f"study_{side}", folder / "federated" / f"{side}.py")
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+        apps[side] = module.app
+    configs = {n: {"client": n, "state": str(tmp_path / f"s{n}")} for n in range(2)}
+    config |= {"out": str(tmp_path / "run"), "deadline": 10.0}
+    apps["server"](LocalGrid(dict.fromkeys(configs, apps["client"]), configs), Context(1, 1, {}, RecordDict(), config))
+    assert json.loads((tmp_path / "run" / "finished.json").read_text())["round"] == 2
+    assert sum(1 for line in (folder / "federated" / "client.py").read_text().splitlines() if line.strip()) <= 10
+    readme = (folder / "README.md").read_text()
+    assert "@" not in re.sub(r"`[^`]*`", "", readme.replace("@example", ""))
+
+
+def test_init_refuses(tmp_path: Path) -> None:
+    from nestfed.deploy.app import init
+
+    (tmp_path / "file").touch()
+    experiment = labelled("auroc", {"name": "fmgda"})
+    for folder, study, sites, sentence in (
+        (tmp_path, experiment, 4, "not empty"),
+        (tmp_path / "a", experiment, 3, "partition.clients=3"),
+        (tmp_path / "a", experiment.with_overrides({"run.failures": 0.1}), 4, "invents failures"),
+        (tmp_path / "a", experiment.with_overrides({"run.encode": "int4"}), 4, "run.encode"),
+        (
+            tmp_path / "a",
+            experiment.with_overrides({"algorithm.name": "bsgd", "algorithm.alpha": 1.0}),
+            4,
+            "single-machine",
+        ),
+    ):
+        with pytest.raises(NestfedError, match=sentence):
+            init(folder, study, sites)
+    assert not (tmp_path / "a").exists()
+
+
+def test_certificates_and_keys(tmp_path: Path) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+    from nestfed.deploy.certificates import write_certificates, write_key
+
+    write_certificates(tmp_path, ["coordinator.example.org", "192.0.2.7"])
+    authority, server = (x509.load_pem_x509_certificate((tmp_path / f).read_bytes()) for f in ("ca.crt", "server.pem"))
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "coordinator.example.org" in names.get_values_for_type(x509.DNSName)
+    assert {str(a) for a in names.get_values_for_type(x509.IPAddress)} == {"192.0.2.7", "127.0.0.1"}
+    write_key(tmp_path / "a.key")
+    private = load_ssh_private_key((tmp_path / "a.key").read_bytes(), None)
+    assert private.public_key() == load_ssh_public_key((tmp_path / "a.key.pub").read_bytes())
+    for secret in ("a.key", "server.key"):
+        assert (tmp_path / secret).stat().st_mode & 0o077 == 0
+    for again in (lambda: write_certificates(tmp_path, []), lambda: write_key(tmp_path / "a.key")):
+        with pytest.raises(NestfedError, match="already"):
+            again()
+
+
+def test_stopping_one_process_spares_its_namesakes(tmp_path: Path) -> None:
+    from nestfed.deploy.processes import Processes
+
+    with Processes(tmp_path) as processes:
+        for name in ("site-1", "site-10"):
+            processes.start(name, ["sleep", "60"], {})
+        processes.stop("site-1")
+        assert processes.running["site-10"].poll() is None
+    assert processes.running["site-10"].poll() is not None

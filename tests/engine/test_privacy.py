@@ -1,0 +1,186 @@
+"""Privacy: the accountant's published values, the noise that is really there, and what one client can change."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import norm
+from test_engines_agree import close, run
+from torch import Tensor
+
+from nestfed import Examples, Minimize, simulate
+from nestfed.algorithms import FedAvg, build
+from nestfed.core import NestfedError
+from nestfed.deploy.remote import Answer, Coordinator
+from nestfed.engine.privacy import Noise, epsilon
+from nestfed.engine.reduce import Reduction
+from nestfed.engine.round import Participation
+
+pytest.importorskip("dp_accounting", reason="the accountant is an extra: pip install 'nestfed[privacy]'")
+
+CLIP = {"reduce": "clip:0.5", "noise": 2.0}
+
+
+# --- the accountant ---
+
+
+@pytest.mark.parametrize(
+    ("n", "batch", "noise", "epochs", "delta", "published"),
+    # The values of TensorFlow Privacy's compute_dp_sgd_privacy_test.py, which uses the same accountant.
+    [(60_000, 150, 1.3, 15, 1e-5, 0.7242234026109595), (100_000, 100, 1.0, 30, 1e-7, 1.4154988495444842)],
+)
+def test_published_values(n: int, batch: int, noise: float, epochs: int, delta: float, published: float) -> None:
+    assert epsilon(noise, batch / n, epochs * n // batch, delta) == pytest.approx(published, abs=1e-6)
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(2.0, 1), (5.0, 10), (20.0, 100)])
+def test_without_sampling_it_is_near_the_exact_value(noise: float, rounds: int) -> None:
+    """T Gaussian rounds are one with noise/√T, whose ε is known exactly (Balle and Wang 2018, Theorem 8)."""
+    sigma, delta = noise / math.sqrt(rounds), 1e-5
+
+    def exact(e: float) -> float:
+        return float(norm.cdf(0.5 / sigma - e * sigma) - math.exp(e) * norm.cdf(-0.5 / sigma - e * sigma))
+
+    found = epsilon(noise, 1.0, rounds, delta)
+    assert exact(found) <= delta  # it promises no more than is true
+    assert exact(0.85 * found) > delta  # and not much less
+
+
+def test_what_it_depends_on() -> None:
+    base = epsilon(1.0, 0.1, 100, 1e-5)
+    assert epsilon(2.0, 0.1, 100, 1e-5) < base < epsilon(1.0, 0.2, 100, 1e-5)
+    assert base < epsilon(1.0, 0.1, 200, 1e-5)
+    assert epsilon(1.0, 0.1, 0, 1e-5) == 0
+
+
+def test_a_missing_accountant_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(NestfedError, match=r"pip install 'nestfed\[privacy\]'"):
+        run("fcsg-m", 1, **CLIP, participation=None)
+
+
+# --- the noise ---
+
+
+class Still:
+    """A problem on which nobody moves: what is left is noise."""
+
+    def __init__(self, d: int = 4000, clients: int = 10) -> None:
+        self.problem = Minimize(lambda x, b: 0.0 * x.sum() * b[0].sum(), torch.zeros(d))
+        self.clients = Examples((torch.zeros(clients, 1),), list(np.arange(clients)[:, None]), batch=1)
+
+
+@pytest.mark.parametrize(("participation", "expected"), [(None, 10.0), (0.5, 5.0)])
+def test_every_field_has_the_noise_that_was_promised(participation: Any, expected: float) -> None:
+    still = Still()
+    found = simulate(
+        still.problem, build("fcsg-m", alpha=0.1, beta=0.5), still.clients, rounds=1, participation=participation,
+        progress=False, **CLIP,
+    )  # fmt: skip
+    assert set(found.shared) == {"x", "u"}
+    both = torch.cat([found.shared["x"], found.shared["u"]]) * expected / (2.0 * 0.5)
+    assert abs(float(both.mean())) < 5 / math.sqrt(8000)
+    assert float(both.std()) == pytest.approx(1.0, abs=5 / math.sqrt(2 * 8000))
+    assert abs(float((found.shared["x"] * found.shared["u"]).mean())) < 5 / 100 / math.sqrt(4000)  # not twice the same
+
+
+def test_the_noise_of_rounds_is_independent_and_also_there_when_nobody_comes() -> None:
+    still = Still(1000)
+    points: list[Tensor] = []
+    result = simulate(
+        still.problem, FedAvg(0.1), still.clients, rounds=40, participation=0.05, progress=False, **CLIP,
+        measure=lambda shared: points.append(shared["x"].clone()) or {},
+    )  # fmt: skip
+    assert 0 in [r["participants"] for r in result.history[1:]]
+    steps = torch.stack([b - a for a, b in itertools.pairwise(points)])
+    assert (steps.std(1) * 0.5 / 1.0 - 1).abs().max() < 0.15
+    assert abs(float(torch.corrcoef(steps).fill_diagonal_(0).abs().max())) < 0.2
+
+
+def test_engines_agree_and_resume(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**CLIP, "participation": 0.7}
+    loop = run("fmgda", mode="loop", workers=1, **options)
+    close(run("fmgda", mode="vmap", workers=1, **options), loop)
+    close(run("fmgda", mode="loop", workers=2, **options), loop)
+    run("fmgda", 2, mode="loop", workers=1, directory=tmp_path, **options)
+    again = run("fmgda", 4, mode="loop", workers=1, directory=tmp_path, **options)
+    assert all(torch.equal(v, loop.shared[k]) for k, v in again.shared.items())
+    assert (tmp_path / "privacy.txt").read_text().strip() == loop.privacy
+
+
+def test_nothing_without_noise_is_recorded() -> None:
+    history = run("fcsg-m", participation=None, **CLIP).history
+    assert {(r["loss"], r["drift"]) for r in history} == {(None, None)}
+
+
+def test_one_client_changes_the_published_sum_by_no_more_than_the_clip() -> None:
+    """The sensitivity that the accountant believes in, with the noise held fixed."""
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    parts = list(np.arange(40).reshape(10, 4))
+    problem = Minimize(lambda m, b: ((b[0] - m) ** 2).sum(), torch.zeros(3))
+
+    def published(arrays: Tensor) -> Tensor:
+        return simulate(
+            problem, FedAvg(0.5), Examples((arrays,), parts, batch=4), rounds=1, q=3, progress=False, **CLIP
+        ).x
+
+    first = published(x)
+    for scale in (0.01, 1.0, 1e6):
+        changed = x.clone()
+        changed[8:12] = scale * torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+        # Replacing a client is removing one and adding another.
+        assert float((published(changed) - first).norm()) * 10 <= 2 * 0.5 + 1e-4
+
+
+def coordinator(folder: Path, **options: Any) -> Coordinator:
+    still = Still(50, 4)
+    folder.mkdir()
+    return Coordinator(still.problem, FedAvg(0.1), 4, 2, 1, 0, folder, "test", **{**CLIP, **options})
+
+
+def test_a_deployment_draws_noise_that_nobody_else_can(tmp_path: Path) -> None:
+    points = []
+    for i in range(2):
+        c = coordinator(tmp_path / str(i), participation=Participation(0.5))
+        zero = {"x": torch.zeros(50)}
+        c.average({n: Answer(0, zero, 1.0, 0.0, 1) for n in (0, 2)}, 2, 0.0)
+        points.append(c.state.shared["x"])
+        assert c.history[-1]["loss"] is None
+        assert "all clients in every round" in c.promise  # who is asked follows from a seed that all know
+        assert (tmp_path / str(i) / "privacy.txt").read_text().strip() == c.promise
+    assert not torch.allclose(points[0], points[1])
+    assert float(torch.cat(points).std()) == pytest.approx(1.0 / 2.0, rel=0.4)
+
+
+# --- words ---
+
+
+def test_the_statement_says_what_it_rests_on() -> None:
+    blur = Noise.plan(2.0, Reduction.parse("clip:0.5"), Participation(0.1), 100)
+    assert blur is not None
+    told = blur.statement(50, ("x", "u"))
+    assert f"ε = {epsilon(2.0, 0.1, 50, 1e-5):.4g} at δ = 1e-05" in told
+    for words in ("50 rounds", "one client with all its examples", "probability 0.1", "x, u jointly", "clipped to 0.5"):
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"noise": 1.0}, r"set run\.reduce = 'clip:1\.0', not 'mean'"),
+        ({"noise": 1.0, "reduce": "median"}, "not 'median'"),
+        ({"noise": -1.0, "reduce": "clip:1.0"}, "at least 0"),
+        ({"noise": float("nan"), "reduce": "clip:1.0"}, "at least 0"),
+        ({**CLIP, "participation": 2}, r"set participation to 0\.4 instead of 2"),
+    ],
+)
+def test_what_cannot_be_accounted_for_is_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(NestfedError, match=sentence):
+        run("fcsg-m", 1, **{"participation": None, **options})

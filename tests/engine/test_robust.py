@@ -1,0 +1,201 @@
+"""Reductions in place of the mean: right by independent formulas, the same wherever clients run, robust where promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import SEED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from test_contract import method, setting
+from test_engines_agree import close, on_two_ranks, run
+from torch import Tensor
+
+from nestfed.core import NestfedError
+from nestfed.deploy.remote import Coordinator, Rules, Site, Store
+from nestfed.engine import reduce as robust
+from nestfed.engine.encode import Encoding
+from nestfed.engine.reduce import Reduction
+from nestfed.engine.round import Participation
+from nestfed.engine.simulate import simulate
+
+HERE = Path(__file__).parents[1]
+KINDS = ["median", "trimmed:0.3", "clip:0.05"]
+kinds = pytest.mark.parametrize("reduce", KINDS)
+METHODS = ["fcsg-m", "fmgda", "scaffold", "local-scgdm", "fafed", "codasca"]
+
+
+# --- formulas ---
+
+
+@given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.25, 0.4, 0.49]))
+@settings(max_examples=60, deadline=None)
+def test_median_and_trimmed_mean(count: int, d: int, seed: int, share: float) -> None:
+    rows = np.random.default_rng(seed).normal(size=(count, d))
+    table = torch.from_numpy(rows)
+    torch.testing.assert_close(Reduction("median").over(table), torch.from_numpy(np.median(rows, 0)))
+    trimmed = torch.from_numpy(stats.trim_mean(rows, share, 0))
+    torch.testing.assert_close(Reduction("trimmed", share).over(table), trimmed)
+
+
+def test_sorting_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.from_numpy(np.random.default_rng(0).normal(size=(7, 3, 50)))
+    whole = Reduction("median").over(rows)
+    monkeypatch.setattr(robust, "_PIECE", 64)
+    assert torch.equal(Reduction("median").over(rows), whole)
+    assert whole.shape == (3, 50)
+
+
+def test_clipping_is_joint_over_all_fields() -> None:
+    base = {"x": torch.ones(2), "u": torch.zeros(1)}
+    upload = {"x": torch.tensor([[1.0, 4.0], [1.0, 1.3]]), "u": torch.tensor([[4.0], [0.4]])}  # norms 5 and 0.5
+    found = Reduction("clip", 1.0).clipped(upload, base)
+    torch.testing.assert_close(found["x"], torch.tensor([[0.0, 0.6], [0.0, 0.3]]))
+    torch.testing.assert_close(found["u"], torch.tensor([[0.8], [0.4]]))
+    huge = {"x": torch.full((1, 2), 3e38), "u": torch.zeros(1, 1)}  # its square leaves float32
+    torch.testing.assert_close(Reduction("clip", 1.0).clipped(huge, base)["x"], torch.full((1, 2), 0.5**0.5))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["mode", "median:3", "trimmed", "trimmed:0.5", "trimmed:x", "clip", "clip:0", "clip:-1", "clip:inf", "clip:nan"],
+)
+def test_wrong_words(wrong: str) -> None:
+    with pytest.raises(NestfedError, match=r"run\.reduce must be mean, median, trimmed:SHARE"):
+        Reduction.parse(wrong)
+
+
+@pytest.mark.parametrize("text", ["mean", *KINDS])
+def test_words_and_back(text: str) -> None:
+    assert str(Reduction.parse(text)) == text
+
+
+# --- engines agree, for every shared field ---
+
+
+@pytest.mark.parametrize("name", METHODS)
+@kinds
+def test_loop_vmap_and_workers(name: str, reduce: str) -> None:
+    loop = run(name, mode="loop", workers=1, reduce=reduce)
+    close(run(name, mode="vmap", workers=1, reduce=reduce), loop)
+    close(run(name, mode="loop", workers=3, reduce=reduce), loop)
+    mean = run(name, mode="loop", workers=1)
+    assert any(not torch.allclose(v, mean.shared[k]) for k, v in loop.shared.items())
+    assert all(r["drift"] is None for r in loop.history if r["participants"])
+
+
+@pytest.mark.parametrize("encode", ["", "int8/float16"])
+@pytest.mark.parametrize("name", ["fcsg-m", "scaffold"])
+@kinds
+def test_coordinator(name: str, reduce: str, encode: str, tmp_path: Path) -> None:
+    """Sites and a coordinator that only pass messages, against the simulation."""
+    s = setting(name)
+    clients = s.clients.seeded(SEED) if hasattr(s.clients, "seeded") else s.clients
+    (tmp_path / "run").mkdir()
+    coordinator = Coordinator(
+        s.problem, method(name), 5, 4, 3, SEED, tmp_path / "run", "test", participation=Participation(4), reduce=reduce,
+        encoding=Encoding.parse(encode),
+    )  # fmt: skip
+    while not coordinator.over:
+        answers = {}
+        for n in coordinator.ask():
+            store = Store(tmp_path / f"site-{n}", f"client {n}")
+            site = Site(s.problem, method(name), clients, n, 3, SEED, store, Encoding.parse(encode))
+            answers[n] = coordinator.believe(site(coordinator.order(n), coordinator.broadcast()))
+        coordinator.average(answers, len(answers), 0.0)
+    expected = simulate(
+        s.problem, method(name), s.clients, rounds=4, q=3, seed=SEED, participation=4, reduce=reduce, encode=encode,
+        progress=False, mode="loop", workers=1,
+    )  # fmt: skip
+    torch.testing.assert_close(dict(coordinator.state.shared), dict(expected.shared), rtol=1e-10, atol=1e-10)
+
+
+RANK = """
+import os, sys, warnings
+import torch
+torch.set_num_threads(1)
+from test_engines_agree import run
+from test_numbers import spoilt
+from nestfed.algorithms import Scaffold
+from nestfed.engine.simulate import simulate
+warnings.simplefilter("ignore")
+found = {{}}
+for reduce in {kinds!r}:
+    found[reduce] = dict(run("fmgda", mode="loop", reduce=reduce).shared)
+    bad = simulate(spoilt()[0], Scaffold(0.1), spoilt()[2], rounds=3, q=2, reduce=reduce, on_nan="drop", progress=False,
+                   mode="loop", workers=1)
+    found[reduce] |= {{"dropped": bad.x, "participants": torch.tensor([r["participants"] for r in bad.history])}}
+torch.save(found, f"{{sys.argv[1]}}/{{os.environ['RANK']}}.pt")
+"""
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    on_two_ranks(["-c", RANK.format(kinds=KINDS), str(tmp_path)])
+    from test_numbers import spoilt
+
+    from nestfed.algorithms import Scaffold
+
+    problem, _, bad = spoilt()
+    both = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(2)]
+    for reduce in KINDS:
+        expected: dict[str, Tensor] = dict(run("fmgda", mode="loop", workers=1, reduce=reduce).shared)
+        with pytest.warns(UserWarning, match="left out"):
+            alone = simulate(
+                problem, Scaffold(0.1), bad, rounds=3, q=2, reduce=reduce, on_nan="drop", progress=False, mode="loop",
+                workers=1,
+            )  # fmt: skip
+        expected |= {"dropped": alone.x, "participants": torch.tensor([r["participants"] for r in alone.history])}
+        for found in both:
+            torch.testing.assert_close(found[reduce], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_resumes_to_the_last_bit_and_not_as_another(tmp_path: Path) -> None:
+    whole = run("scaffold", 4, mode="loop", workers=1, reduce="median")
+    run("scaffold", 2, mode="loop", workers=1, reduce="median", directory=tmp_path)
+    again = run("scaffold", 4, mode="loop", workers=2, reduce="median", directory=tmp_path)
+    for k, v in whole.shared.items():
+        assert torch.equal(again.shared[k], v)
+    with pytest.raises(NestfedError, match="another experiment"):
+        run("scaffold", 4, mode="loop", workers=1, directory=tmp_path)
+
+
+def test_what_does_not_go_together(tmp_path: Path) -> None:
+    s = setting("fcsg-m")
+    with pytest.raises(NestfedError, match="uniform"):
+        run("fcsg-m", reduce="median", output="uniform")
+    with pytest.raises(NestfedError, match="weights = examples"):
+        Coordinator(
+            s.problem, method("fcsg-m"), 5, 4, 3, 0, tmp_path, "test", rules=Rules(by_examples=True), reduce="median"
+        )
+
+
+# --- robust where promised ---
+
+
+@pytest.mark.parametrize(("reduce", "most"), [("median", 5), ("trimmed:0.4", 4)])
+def test_bad_rows_move_the_result_no_further_than_the_good_ones_lie(reduce: str, most: int) -> None:
+    """By any values whatever: the breakdown point of each."""
+    rng = np.random.default_rng(1)
+    good = rng.normal(size=(11, 40))
+    for bad in (1e300, -1e300, 3.0):
+        rows = good.copy()
+        rows[:most] = bad
+        found = Reduction.parse(reduce).over(torch.from_numpy(rows)).numpy()
+        assert (found >= good[most:].min(0) - 1e-12).all()
+        assert (found <= good[most:].max(0) + 1e-12).all()
+
+
+def test_clipping_bounds_what_one_client_can_do() -> None:
+    """Each of N clients moves the clipped mean by at most 2·NORM/N, whatever it sends."""
+    rng = np.random.default_rng(2)
+    base = {"x": torch.zeros(6, dtype=torch.float64)}
+    rows = torch.from_numpy(rng.normal(size=(8, 6)))
+    clip = Reduction("clip", 0.5)
+    before = clip.clipped({"x": rows}, base)["x"].mean(0)
+    for _ in range(20):
+        rows[3] = torch.from_numpy(rng.normal(size=6) * 10.0 ** rng.integers(-3, 9))
+        assert float((clip.clipped({"x": rows}, base)["x"].mean(0) - before).norm()) <= 2 * 0.5 / 8 + 1e-12

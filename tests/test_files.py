@@ -1,0 +1,154 @@
+"""Two runs in one directory: the second is refused by name, and a crash leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nestfed.core import NestfedError
+from nestfed.engine.simulate import simulate
+from nestfed.files import NAME, locked
+
+pytest.importorskip("fcntl", reason="this system has no file locks")
+
+HOLD = """
+import sys
+from pathlib import Path
+from nestfed.engine.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that holds a directory."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        with pytest.raises(NestfedError) as refused, locked(tmp_path):
+            pass
+        since = json.loads((tmp_path / NAME).read_text())["since"]
+        assert str(refused.value) == (
+            f"Process {process.pid} on {socket.gethostname()} has been at work in {tmp_path} since {since}: "
+            "wait for its end, or choose another directory."
+        )
+        from test_engines_agree import images
+
+        from nestfed.algorithms import FedAvg
+
+        problem, clients = images()
+        with pytest.raises(NestfedError, match=f"Process {process.pid} on"):
+            simulate(problem, FedAvg(0.1), clients, rounds=1, directory=tmp_path, progress=False)
+        assert [p.name for p in tmp_path.iterdir()] == [NAME]  # the refused one has touched nothing
+        process.communicate("")  # it ends by itself
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_crash_frees_the_directory(tmp_path: Path) -> None:
+    for _ in range(2):
+        with holder(tmp_path) as process:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert (tmp_path / NAME).exists()  # its last words, but nobody holds it
+        with locked(tmp_path):
+            assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+        assert not (tmp_path / NAME).exists()
+
+
+def test_the_patient_wait_for_the_end_and_no_longer(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        with pytest.raises(NestfedError, match=f"Process {process.pid}"), locked(tmp_path, patience=0.5):
+            pass
+        threading.Timer(0.5, process.kill).start()
+        start = time.monotonic()
+        with locked(tmp_path, patience=30):
+            assert 0.3 < time.monotonic() - start < 20
+
+
+def test_one_thread_may_enter_again_but_not_another(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def other() -> None:
+        try:
+            with locked(tmp_path):
+                told.append("entered")
+        except NestfedError as error:
+            told.append(str(error))
+
+    with locked(tmp_path), locked(tmp_path / "." / ""):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert told[0].startswith(f"Process {os.getpid()} on")
+    with locked(tmp_path):
+        pass
+
+
+def test_a_forked_child_keeps_nothing(tmp_path: Path) -> None:
+    """A worker that outlives its parent for a moment must not keep the next run out."""
+    with locked(tmp_path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with locked(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_many_at_once_hold_it_one_after_another(tmp_path: Path) -> None:
+    """Also while the file is deleted and made again by those who come and go."""
+    (tmp_path / "inside").mkdir()
+    children = []
+    for _ in range(8):
+        child = os.fork()
+        if child == 0:
+            done = 0
+            end = time.monotonic() + 20
+            while done < 30 and time.monotonic() < end:
+                try:
+                    with locked(tmp_path):
+                        mark = tmp_path / "inside" / "mark"
+                        mark.touch(exist_ok=False)  # fails if somebody else is inside
+                        mark.unlink()
+                        done += 1
+                except NestfedError:
+                    continue
+                except BaseException:
+                    os._exit(2)
+            os._exit(0 if done else 1)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children] == [0] * 8
+
+
+def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    sentence = r"Cannot write .*missing/\.lock: No such file or directory\."
+    with pytest.raises(NestfedError, match=sentence), locked(tmp_path / "missing"):
+        pass

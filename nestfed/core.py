@@ -6,8 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -69,8 +68,7 @@ class Registry(Mapping[str, T], Generic[T]):
             raise unknown(self.what, name, self._things)
         thing = self._things[name]
         if isinstance(thing, str):
-            module, _, attribute = thing.partition(":")
-            thing = self._things[name] = getattr(import_module(module), attribute)
+            thing = self._things[name] = EntryPoint(name, thing, self.what).load()
         return thing
 
     def __contains__(self, name: object) -> bool:

@@ -25,7 +25,7 @@ pytest.importorskip("fcntl", reason="this system has no file locks")
 HOLD = """
 import sys
 from pathlib import Path
-from nestfed.engine.lock import locked
+from nestfed.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -48,7 +48,7 @@ APP = '''\
 
 from pathlib import Path
 
-from nestfed.engine.flower import {maker}
+from nestfed.deploy.flower import {maker}
 
 app = {maker}(Path(__file__).parents[1] / "experiment.toml")
 '''

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("tensorboard", reason="TensorBoard is not here: pip install 'nestfed[tensorboard]'")
 
-from nestfed_papers import reproduce
+from nestfed_papers import commands, reproduce
 from nestfed_papers.reproductions.base import Evidence
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -125,7 +125,7 @@ def test_trials_and_reproductions_have_events_too(tmp_path: Path, monkeypatch: p
     # A reproduction's runs are elsewhere: those of the tuning take their place here.
     evidence = Evidence("fcsg-table2", "quick", meta={"folders": {"CIFAR-10": "tuned/fedavg"}})
     monkeypatch.setattr(reproduce, "reproduce", lambda *words, **more: (evidence, tmp_path / "place"))
-    cli.reproduce_("fcsg-table2", out=tmp_path, tensorboard=True)
+    commands.reproduce("fcsg-table2", out=tmp_path, tensorboard=True)
     assert (tmp_path / "place" / "tensorboard" / "cifar-10" / "trial-001" / NAME).exists()
 
 

@@ -173,7 +173,7 @@ def test_every_warning_names_a_section_that_exists() -> None:
     root = Path(__file__).parents[2]
     page = (root / advice.PAGE).read_text(encoding="utf-8")
     sections = {re.sub(r"\W+", "-", title.lower()) for title in re.findall(r"^## (.*)$", page, re.MULTILINE)}
-    source = (root / "nestfed" / "advice.py").read_text(encoding="utf-8")
+    source = (root / "nestfed" / "study" / "advice.py").read_text(encoding="utf-8")
     named = set(re.findall(r'"([a-z-]+)",\n\s*(?:TheoryWarning,\n\s*)?\)', source))
     assert {"few-positives", "drift", "stalled", "theorem"} == named
     assert named <= sections

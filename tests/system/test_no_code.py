@@ -243,7 +243,7 @@ for name in ("flwr", "pyarrow", "dp_accounting", "matplotlib", "optuna", "crypto
     sys.modules[name] = None  # as if it were not installed
 import nestfed
 from nestfed.algorithms import FedAvg
-from nestfed.problems.toys import Quadratic
+from nestfed_papers.toys import Quadratic
 toy = Quadratic(3, 2)
 assert len(nestfed.simulate(toy.problem, FedAvg(0.1), toy.clients, rounds=2, q=2, reduce="median").history) == 2
 """

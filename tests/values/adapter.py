@@ -5,6 +5,7 @@ When the library's interface changes, this file changes with it and no case does
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,3 +248,235 @@ def _characters(count: int) -> tuple[Any, Any]:
         model = nn.Sequential(nn.Flatten(), nn.Linear(784, 3))
     episodes = omniglot.Episodes(drawn, parts, 3, 1, 4)
     return MAML(model, omniglot.cross_entropy, inner_lr=0.05), omniglot.OmniglotClients(episodes, tasks=2)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Dividing data
+
+
+def divided(labels: Sequence[int], clients: int, seed: int) -> Values:
+    """Return who gets which examples, by every rule, and what is set aside or left out."""
+    y = np.asarray(labels)
+    places = [f"place {int(i**0.5)}" for i in range(len(y))]
+    by_place = partition.by_column(places, smallest=6, fallback=[i % 2 for i in range(len(y))])
+    found = {
+        "even": partition.even(len(y), clients, seed),
+        "similar": partition.similar(y, clients, 0.5, seed),
+        "all classes": partition.all_classes(y, clients, seed),
+        "two classes": partition.k_classes(y, clients, 2, seed),
+        "dirichlet": partition.dirichlet(y, clients, 0.5, seed),
+        "by column": by_place[0],
+        "aside by class": partition.hold_out(len(y), 0.25, seed, labels=y),
+        "aside by group": partition.hold_out(len(y), 0.25, seed, groups=places),
+        "kept": [partition.remove((y > 1).astype(int), 1, 0.6, seed)],
+    }
+    return {"names": list(by_place[1]), **{rule: [part.tolist() for part in parts] for rule, parts in found.items()}}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Experiments: the same functions as the commands `run`, `tune` and `compare`
+
+
+def carried_out(tables: Settings) -> Values:
+    """Carry out an experiment; return its record and its model."""
+    from safetensors.torch import load_file
+
+    from nestfed.experiment import from_tables
+    from nestfed.running import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        history = run(from_tables(tables), out, progress=False, picture=False)
+        models = {str(p.parent.relative_to(out)): load_file(p) for p in sorted(out.rglob("model.safetensors"))}
+    return {"records": records(history), "models": models}
+
+
+def tuned(tables: Settings, methods: Sequence[str], trials: int) -> Values:
+    """Tune, the worse half of the trials stopping early; return every trial and what was chosen."""
+    from nestfed.experiment import from_tables
+    from nestfed.tuning import tune
+
+    with tempfile.TemporaryDirectory() as folder:
+        metric, found = tune(from_tables(tables), methods, Path(folder) / "tuning", trials=trials, workers=1)
+    return {
+        "metric": metric,
+        "methods": {
+            name: {
+                "chosen": dict(one.chosen),
+                "trials": [
+                    {"settings": dict(t.settings), "state": t.state, "value": t.value, "round": t.round}
+                    for t in one.trials
+                ],
+            }
+            for name, one in found.items()
+        },
+    }
+
+
+def compared(tables: Settings, methods: Sequence[str], seeds: int, trials: int) -> Values:
+    """Compare methods, each tuned and then run with every seed."""
+    from nestfed.experiment import from_tables
+    from nestfed.running import compare
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "comparison"
+        metric, outcomes = compare(from_tables(tables), methods, seeds, out, trials=trials, workers=1)
+    return {
+        "metric": metric,
+        "methods": {
+            one.method: {
+                "chosen": dict(one.chosen),
+                "trials": one.trials,
+                "final": one.final(metric),
+                "diverged": len(one.diverged),
+                "records": [records(history) for history in one.histories],
+            }
+            for one in outcomes
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Estimators
+
+Table = tuple[np.ndarray, np.ndarray]
+
+
+def fitted(kind: str, sites: Sequence[Table], new: np.ndarray, **settings: Any) -> Values:
+    """Fit an estimator for auroc, auprc or accuracy, and use it on new rows."""
+    from nestfed import estimators
+
+    kinds = {
+        "auroc": estimators.FederatedAUC,
+        "auprc": estimators.FederatedAUPRC,
+        "accuracy": estimators.FederatedClassifier,
+    }
+    with _no_advice():
+        found = kinds[kind](**settings).fit(list(sites))
+    return {
+        **_parts(found),
+        "classes": found.classes_,
+        "calibration": list(found.calibration_),
+        "probabilities": found.predict_proba(new),
+        "predictions": found.predict(new).tolist(),
+    }
+
+
+def fitted_to_tasks(sites: Sequence[Sequence[Table]], unseen: Sequence[Table], **settings: Any) -> Values:
+    """Fit the estimator for meta-learning; adapt it to a task and judge it."""
+    from nestfed.estimators import FederatedMAML
+
+    with _no_advice():
+        found = FederatedMAML(**settings).fit(list(sites))
+    x, y = unseen[0]
+    return {
+        **_parts(found),
+        "score": found.score(list(unseen)),
+        "unadapted": found.predict(x),
+        "adapted": found.adapt(x[:10], y[:10]).predict(x[10:]),
+    }
+
+
+def fitted_to_the_worst_mixture(sites: Sequence[Table], new: np.ndarray, **settings: Any) -> Values:
+    """Fit the minimax estimator: squared error under the worst weights of the sites."""
+    from nestfed.estimators import FederatedMinimax
+    from nestfed.problems import Simplex
+
+    count = len(sites)
+
+    def weighted(model: Any, w: torch.Tensor, batch: Any) -> torch.Tensor:
+        x, y, site = batch
+        return (count * w[site] * (model(x) - y) ** 2).mean()
+
+    made = FederatedMinimax(objective=weighted, w0=[1 / count] * count, dual_domain=Simplex(), **settings)
+    with _no_advice():
+        found = made.fit(list(sites))
+    return {**_parts(found), "w": found.w_, "predictions": found.predict(new)}
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Leave out warnings, which the tests make errors: these data are small on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _parts(found: Any) -> Values:
+    return {
+        "method": found.choice_.name,
+        "lr": found.lr_,
+        "model": dict(found.module_.state_dict()),
+        "scale": found.scale_.to_json(),
+        "records": records(found.history_),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tables of the user's own: the same functions as the commands `train` and `predict`
+
+
+def trained(
+    files: Sequence[Path], target: str, objective: str, new: Path, *, group: str = "", **settings: Any
+) -> Values:
+    """Train on one table per site, compare, write the model, read it again and predict."""
+    from nestfed import handover, train
+
+    data = train.read_sites(files, target, group=group)
+    with _no_advice():
+        outcome = train.train(data, target, objective, grouped=group, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        handover.write(outcome, out / "model", list(files))
+        train.predict(out / "model", new, out / "predictions.csv")
+        with (out / "predictions.csv").open(newline="", encoding="utf-8") as stream:
+            predictions = [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(stream)]
+    return {
+        "metric": outcome.metric,
+        "classes": list(outcome.classes),
+        "rows": dict(outcome.rows),
+        "interval": list(outcome.interval),
+        "gain": outcome.gain and list(outcome.gain),
+        "ways": [
+            {
+                "name": one.name,
+                "lr": one.lr,
+                "trials": [[lr, value] for lr, value in one.trials.items()],
+                "values": dict(one.values),
+                "inside": one.inside,
+                "scores": one.scores,
+                "records": records(one.history),
+            }
+            for one in outcome.trained
+        ],
+        "model": dict(outcome.estimator.module_.state_dict()),
+        "predictions": predictions,
+    }
+
+
+def encoded(files: Sequence[Path], target: str, *, group: str = "") -> Values:
+    """Return what becomes of one table per site: the features, their common scale, and each site's first rows."""
+    from nestfed import train
+    from nestfed.estimators.sites import common_scale
+
+    data = train.read_sites(files, target, group=group)
+    scale = common_scale(data.sites, tell_gaps=True)
+    return {
+        "classes": list(data.classes),
+        "scale": scale.to_json(),
+        "sites": {
+            site.name: {
+                "features": list(site.features),
+                "labels": site.y.tolist(),
+                "raw": site.x[:3].tolist(),
+                "input": scale(site.x[:3], site.features).tolist(),
+                "inputs": scale(site.x, site.features),
+            }
+            for site in data.sites
+        },
+    }
+
+
+def _number(text: str) -> float | str:
+    """Return a cell of a file as a float if it is written as one, so that its last digit may differ."""
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else text

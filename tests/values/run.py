@@ -35,7 +35,7 @@ def main() -> int:
         return 2
     assert MODULES  # importing them registers the cases
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.disable(logging.INFO)  # Flower tells of every round
     torch.set_num_threads(1)  # as in the tests: more threads add in another order
     chosen = [c for c in CASES.values() if not given.prefixes or c.name.startswith(tuple(given.prefixes))]
     found: dict[str, Any] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from . import cases
+from . import cases, studies, tables
 from .registry import CASES, EXPECTED, Case, differences, expected, plain
 
-MODULES = (cases,)
+MODULES = (cases, studies, tables)
 """Importing them registers the cases."""
 
 

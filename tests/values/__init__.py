@@ -1,0 +1,12 @@
+"""Numbers that must not change: small fixed runs, what they gave, and a test that they still give it.
+
+`adapter.py` is the only file that calls the library. `cases.py`, `studies.py` and `tables.py` say in neutral words what
+is run, `expected/` holds what came out, `run.py` writes that, and `compare` asks two checkouts for equal bits.
+"""
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+if str(TESTS) not in sys.path:  # the toys of the other tests are used here too
+    sys.path.insert(0, str(TESTS))

@@ -1,0 +1,482 @@
+"""The only file here that calls the library: it translates neutral settings into calls, and results into values.
+
+When the library's interface changes, this file changes with it and no case does.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import SETTINGS  # the toys in tests/cases.py
+from torch import nn
+
+# What only some cases need is imported where they need it: two ranks and every worker of the tests load this file.
+from nestfed import algorithms
+from nestfed.data import partition
+from nestfed.data.clients import Examples
+from nestfed.engine.record import read as read_record
+from nestfed.engine.simulate import simulate
+from nestfed.models import build as network
+from nestfed.problems import language, omniglot
+from nestfed.problems.classify import Classify
+from nestfed.problems.maml import MAML
+
+from . import TESTS
+
+Values = dict[str, Any]
+Settings = Mapping[str, Any]
+LEFT_OUT = ("seconds",)
+"""Columns of a record that are different every time."""
+
+USUAL: Settings = {
+    "toy": "plain",  # or conditional, compositional, tasked, minimax, images, words, characters
+    "clients": 5,
+    "method": "fedavg",
+    "hyper": {},
+    "rounds": 4,
+    "local_steps": 3,
+    "seed": 5,
+    "how": "loop",  # or vmap, workers (two processes, each a loop), vmap-workers
+    "pieces": 1,  # in which a batch is evaluated
+    "on_disk": False,  # whether the clients' own fields lie on disk
+    "participation": None,  # a count, or a probability as a float
+    "failures": 0.0,
+    "encoding": "",
+    "reduction": "mean",
+    "noise": 0.0,
+    "bad_numbers": "stop",  # or drop
+    "sick": None,  # (client, iteration) at which the data are NaN
+    "outcome": "last",  # or uniform, best
+    "judge": "",  # the metric for best: norm or -norm
+    "evaluate_every": 1,
+    "folder": None,  # for the record and checkpoints; a run goes on from what it finds there
+}
+
+
+def records(history: Sequence[Mapping[str, Any]]) -> list[Values]:
+    """Return a run's lines without what is different every time."""
+    return [{k: v for k, v in line.items() if k not in LEFT_OUT} for line in history]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Simulation
+
+
+def simulated(settings: Settings) -> Values:
+    """Run in this process (or this rank)."""
+    s = _complete(settings)
+    problem, clients = _toy(s["toy"], s["clients"])
+    method = algorithms.build(s["method"], **s["hyper"])
+    if s["sick"]:
+        clients = _Sick(clients, *s["sick"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = simulate(
+            problem,
+            method,
+            clients,
+            rounds=s["rounds"],
+            q=s["local_steps"],
+            seed=s["seed"],
+            mode="vmap" if s["how"].startswith("vmap") else "loop",
+            workers=2 if s["how"].endswith("workers") else 1,
+            accumulate=s["pieces"],
+            memory_limit=1 if s["on_disk"] else 0,
+            measure=lambda shared: _measured(shared[method.point]),
+            every=s["evaluate_every"],
+            output=s["outcome"],
+            best=s["judge"],
+            participation=s["participation"],
+            failures=s["failures"],
+            encode=s["encoding"],
+            reduce=s["reduction"],
+            noise=s["noise"],
+            on_nan=s["bad_numbers"],
+            directory=s["folder"],
+            progress=False,
+        )
+    values: Values = {
+        "point": result.x,
+        "shared": dict(result.shared),
+        "private": {k: v.clone() for k, v in result.private.items()},
+        "records": records(result.history),
+    }
+    if s["noise"]:
+        values["epsilon"] = float(re.search(r"ε = ([\d.e+-]+|inf) at", result.privacy)[1])  # type: ignore[index]
+    if s["sick"]:
+        values["warnings"] = len(told)
+    return values
+
+
+def on_two_ranks(runs: Mapping[str, Settings]) -> Values:
+    """Run on two ranks that share the clients out; return what each of them holds, by run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "runs.json").write_text(json.dumps(dict(runs)))
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "values.rank", name],
+                env={**os.environ, **told, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        ended = [p.wait(300) for p in ranks]
+        if any(ended):
+            raise RuntimeError("A rank failed; what it said stands above.")
+        return {f"rank {r}": json.loads((folder / f"rank-{r}.json").read_text()) for r in range(2)}
+
+
+def over_flower(settings: Settings) -> Values:
+    """Run as a coordinator and sites that pass Flower's messages, all in this process."""
+    import test_flower as flower  # the network in memory of tests/test_flower.py
+    from pytest import MonkeyPatch  # noqa: PT013
+
+    from nestfed.experiment import RunSpec
+
+    s = _complete(settings)
+    problem, clients = _toy(s["toy"], s["clients"])
+    method = algorithms.build(s["method"], **s["hyper"])
+    spec = RunSpec(
+        rounds=s["rounds"],
+        q=s["local_steps"],
+        seed=s["seed"],
+        participation=s["participation"] or 0,
+        encode=s["encoding"],
+        reduce=s["reduction"],
+    )
+    made = flower.Assembly(problem, method, clients, lambda model: {}, "")
+    with tempfile.TemporaryDirectory() as name, MonkeyPatch.context() as patch:
+        clock = flower.Clock()
+        for module in (flower.server, flower.remote):
+            patch.setattr(module, "time", clock)
+        for field in ("_run_id", "_node_id", "_task_id"):
+            patch.setattr(flower.TaskIdentity, field, 1)
+        folder = Path(name)
+        flower.deploy(flower.Custom(s["method"], lambda: made, spec), folder, len(clients))
+        state = flower.checkpointed(folder)
+        history = read_record(folder / "run" / "record.jsonl")
+    kept = {k: v for k, v in state.items() if k.startswith(("shared.", "server."))}
+    return {"state": kept, "records": records(history)}
+
+
+def _complete(settings: Settings) -> Values:
+    unknown = settings.keys() - USUAL.keys()
+    if unknown:
+        raise KeyError(f"No such setting: {', '.join(sorted(unknown))}.")
+    return {**USUAL, **settings}
+
+
+def _measured(point: torch.Tensor) -> dict[str, float]:
+    """Return two numbers of a point, in the place of metrics."""
+    return {"norm": float(point.double().norm()), "first": float(point[0])}
+
+
+@dataclass(frozen=True)
+class _Sick:
+    """Clients of whom one has NaN for data at one iteration."""
+
+    clients: Any
+    who: int
+    when: int
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def seeded(self, seed: int) -> _Sick:
+        return _Sick(self.clients.seeded(seed), self.who, self.when)
+
+    def sample(self, n: int, t: int) -> Any:
+        healthy = self.clients.sample(n, t)
+        if (n, t) != (self.who, self.when):
+            return healthy
+        return torch.utils._pytree.tree_map(lambda v: v * float("nan"), healthy)
+
+
+def _toy(kind: str, count: int) -> tuple[Any, Any]:
+    """Return a problem and its clients."""
+    if kind in SETTINGS:
+        made = SETTINGS[kind](count, torch.float64)
+        return made.problem, made.clients
+    return {"images": _images, "words": _words, "characters": _characters}[kind](count)
+
+
+def _images(count: int) -> tuple[Any, Any]:
+    """A convolution with dropout on random images, in float32."""
+    rng = np.random.default_rng(0)
+    x = torch.tensor(rng.normal(size=(20 * count, 2, 6, 6)), dtype=torch.float32)
+    y = torch.tensor(rng.integers(3, size=20 * count))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Dropout(0.3), nn.Flatten(-3), nn.Linear(48, 3)]
+    return Classify(nn.Sequential(*layers)), Examples((x, y), partition.even(len(x), count, 0), batch=6)
+
+
+def _words(count: int) -> tuple[Any, Any]:
+    """A recurrent network on random words, in float32."""
+    text = torch.tensor(np.random.default_rng(1).integers(9, size=400))
+    model = network("lstm", None, 9, seed=0, size=4, layers=1)
+    return language.Language(model, clip=1.0), language.TextClients(text, clients=count, batch=3, bptt=5)
+
+
+def _characters(count: int) -> tuple[Any, Any]:
+    """Meta-learning on tasks of random images, in float32."""
+    pixels = np.random.default_rng(2).integers(256, size=(6 * count, 20, 28, 28))
+    drawn = omniglot.Characters(torch.tensor(pixels, dtype=torch.uint8), ["one"] * (6 * count))
+    parts = [np.arange(6 * n, 6 * n + 6) for n in range(count)]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 3))
+    episodes = omniglot.Episodes(drawn, parts, 3, 1, 4)
+    return MAML(model, omniglot.cross_entropy, inner_lr=0.05), omniglot.OmniglotClients(episodes, tasks=2)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Dividing data
+
+
+def divided(labels: Sequence[int], clients: int, seed: int) -> Values:
+    """Return who gets which examples, by every rule, and what is set aside or left out."""
+    y = np.asarray(labels)
+    places = [f"place {int(i**0.5)}" for i in range(len(y))]
+    by_place = partition.by_column(places, smallest=6, fallback=[i % 2 for i in range(len(y))])
+    found = {
+        "even": partition.even(len(y), clients, seed),
+        "similar": partition.similar(y, clients, 0.5, seed),
+        "all classes": partition.all_classes(y, clients, seed),
+        "two classes": partition.k_classes(y, clients, 2, seed),
+        "dirichlet": partition.dirichlet(y, clients, 0.5, seed),
+        "by column": by_place[0],
+        "aside by class": partition.hold_out(len(y), 0.25, seed, labels=y),
+        "aside by group": partition.hold_out(len(y), 0.25, seed, groups=places),
+        "kept": [partition.remove((y > 1).astype(int), 1, 0.6, seed)],
+    }
+    return {"names": list(by_place[1]), **{rule: [part.tolist() for part in parts] for rule, parts in found.items()}}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Experiments: the same functions as the commands `run`, `tune` and `compare`
+
+
+def carried_out(tables: Settings) -> Values:
+    """Carry out an experiment; return its record and its model."""
+    from safetensors.torch import load_file
+
+    from nestfed.experiment import from_tables
+    from nestfed.running import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        history = run(from_tables(tables), out, progress=False, picture=False)
+        models = {str(p.parent.relative_to(out)): load_file(p) for p in sorted(out.rglob("model.safetensors"))}
+    return {"records": records(history), "models": models}
+
+
+def tuned(tables: Settings, methods: Sequence[str], trials: int) -> Values:
+    """Tune, the worse half of the trials stopping early; return every trial and what was chosen."""
+    from nestfed.experiment import from_tables
+    from nestfed.tuning import tune
+
+    with tempfile.TemporaryDirectory() as folder:
+        metric, found = tune(from_tables(tables), methods, Path(folder) / "tuning", trials=trials, workers=1)
+    return {
+        "metric": metric,
+        "methods": {
+            name: {
+                "chosen": dict(one.chosen),
+                "trials": [
+                    {"settings": dict(t.settings), "state": t.state, "value": t.value, "round": t.round}
+                    for t in one.trials
+                ],
+            }
+            for name, one in found.items()
+        },
+    }
+
+
+def compared(tables: Settings, methods: Sequence[str], seeds: int, trials: int) -> Values:
+    """Compare methods, each tuned and then run with every seed."""
+    from nestfed.experiment import from_tables
+    from nestfed.running import compare
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "comparison"
+        metric, outcomes = compare(from_tables(tables), methods, seeds, out, trials=trials, workers=1)
+    return {
+        "metric": metric,
+        "methods": {
+            one.method: {
+                "chosen": dict(one.chosen),
+                "trials": one.trials,
+                "final": one.final(metric),
+                "diverged": len(one.diverged),
+                "records": [records(history) for history in one.histories],
+            }
+            for one in outcomes
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Estimators
+
+Table = tuple[np.ndarray, np.ndarray]
+
+
+def fitted(kind: str, sites: Sequence[Table], new: np.ndarray, **settings: Any) -> Values:
+    """Fit an estimator for auroc, auprc or accuracy, and use it on new rows."""
+    from nestfed import estimators
+
+    kinds = {
+        "auroc": estimators.FederatedAUC,
+        "auprc": estimators.FederatedAUPRC,
+        "accuracy": estimators.FederatedClassifier,
+    }
+    with _no_advice():
+        found = kinds[kind](**settings).fit(list(sites))
+    return {
+        **_parts(found),
+        "classes": found.classes_,
+        "calibration": list(found.calibration_),
+        "probabilities": found.predict_proba(new),
+        "predictions": found.predict(new).tolist(),
+    }
+
+
+def fitted_to_tasks(sites: Sequence[Sequence[Table]], unseen: Sequence[Table], **settings: Any) -> Values:
+    """Fit the estimator for meta-learning; adapt it to a task and judge it."""
+    from nestfed.estimators import FederatedMAML
+
+    with _no_advice():
+        found = FederatedMAML(**settings).fit(list(sites))
+    x, y = unseen[0]
+    return {
+        **_parts(found),
+        "score": found.score(list(unseen)),
+        "unadapted": found.predict(x),
+        "adapted": found.adapt(x[:10], y[:10]).predict(x[10:]),
+    }
+
+
+def fitted_to_the_worst_mixture(sites: Sequence[Table], new: np.ndarray, **settings: Any) -> Values:
+    """Fit the minimax estimator: squared error under the worst weights of the sites."""
+    from nestfed.estimators import FederatedMinimax
+    from nestfed.problems import Simplex
+
+    count = len(sites)
+
+    def weighted(model: Any, w: torch.Tensor, batch: Any) -> torch.Tensor:
+        x, y, site = batch
+        return (count * w[site] * (model(x) - y) ** 2).mean()
+
+    made = FederatedMinimax(objective=weighted, w0=[1 / count] * count, dual_domain=Simplex(), **settings)
+    with _no_advice():
+        found = made.fit(list(sites))
+    return {**_parts(found), "w": found.w_, "predictions": found.predict(new)}
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Leave out warnings, which the tests make errors: these data are small on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _parts(found: Any) -> Values:
+    return {
+        "method": found.choice_.name,
+        "lr": found.lr_,
+        "model": dict(found.module_.state_dict()),
+        "scale": found.scale_.to_json(),
+        "records": records(found.history_),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tables of the user's own: the same functions as the commands `train` and `predict`
+
+
+def trained(
+    files: Sequence[Path], target: str, objective: str, new: Path, *, group: str = "", **settings: Any
+) -> Values:
+    """Train on one table per site, compare, write the model, read it again and predict."""
+    from nestfed import handover, train
+
+    data = train.read_sites(files, target, group=group)
+    with _no_advice():
+        outcome = train.train(data, target, objective, grouped=group, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        handover.write(outcome, out / "model", list(files))
+        train.predict(out / "model", new, out / "predictions.csv")
+        with (out / "predictions.csv").open(newline="", encoding="utf-8") as stream:
+            predictions = [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(stream)]
+    return {
+        "metric": outcome.metric,
+        "classes": list(outcome.classes),
+        "rows": dict(outcome.rows),
+        "interval": list(outcome.interval),
+        "gain": outcome.gain and list(outcome.gain),
+        "ways": [
+            {
+                "name": one.name,
+                "lr": one.lr,
+                "trials": [[lr, value] for lr, value in one.trials.items()],
+                "values": dict(one.values),
+                "inside": one.inside,
+                "scores": one.scores,
+                "records": records(one.history),
+            }
+            for one in outcome.trained
+        ],
+        "model": dict(outcome.estimator.module_.state_dict()),
+        "predictions": predictions,
+    }
+
+
+def encoded(files: Sequence[Path], target: str, *, group: str = "") -> Values:
+    """Return what becomes of one table per site: the features, their common scale, and each site's first rows."""
+    from nestfed import train
+    from nestfed.estimators.sites import common_scale
+
+    data = train.read_sites(files, target, group=group)
+    scale = common_scale(data.sites, tell_gaps=True)
+    return {
+        "classes": list(data.classes),
+        "scale": scale.to_json(),
+        "sites": {
+            site.name: {
+                "features": list(site.features),
+                "labels": site.y.tolist(),
+                "raw": site.x[:3].tolist(),
+                "input": scale(site.x[:3], site.features).tolist(),
+                "inputs": scale(site.x, site.features),
+            }
+            for site in data.sites
+        },
+    }
+
+
+def _number(text: str) -> float | str:
+    """Return a cell of a file as a float if it is written as one, so that its last digit may differ."""
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else text

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+from nestfed.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from nestfed.algorithms import build as algorithm

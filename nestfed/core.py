@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+__version__ = "0.2.0"
+
 Fields = Mapping[str, "Tensor"]
 """Named flat vectors: what a server holds and what crosses the network."""
 

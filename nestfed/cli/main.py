@@ -18,8 +18,8 @@ from nestfed.report.page import size
 
 if TYPE_CHECKING:
     from nestfed.data.sources import Source
-    from nestfed.experiment.compare import Outcome
     from nestfed.experiment.spec import Experiment
+    from nestfed.report.summary import MethodResult
 
 app = typer.Typer(
     help="Federated learning for objectives that are not a plain average of losses.",
@@ -133,13 +133,12 @@ def run_(
 ) -> None:
     """Carry out an experiment file (or one of `nestfed list`). The same command goes on with an unfinished run."""
     from nestfed.engine.record import metrics_of
-    from nestfed.experiment.compare import last
     from nestfed.experiment.run import leads, run
     from nestfed.report.drawing import drawable
     from nestfed.report.events import following
     from nestfed.report.html import write
     from nestfed.report.plot import curves
-    from nestfed.report.summary import page_of_run
+    from nestfed.report.summary import last, page_of_run
 
     experiment = _experiment(file, overrides)
     place = out or Path("runs") / f"{Path(file).stem}-{experiment.digest()}"
@@ -284,7 +283,7 @@ def write_events_below(runs: Path, place: Path) -> None:
         write_events(record, place / record.parent.relative_to(runs))
 
 
-def _table(outcomes: list[Outcome], metric: str, seeds: int) -> None:
+def _table(outcomes: list[MethodResult], metric: str, seeds: int) -> None:
     from statistics import fmean
 
     from rich.table import Table

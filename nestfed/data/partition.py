@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -362,50 +361,6 @@ class Summary:
             for row in rows
         )
 
-    def draw(self, path: str | Path) -> Path:
-        """Draw one bar per client, coloured by class and as long as its number of examples; return the path."""
-        from nestfed.report.drawing import pyplot, save
-
-        plt = pyplot()
-        clients, classes = self.counts.shape
-        row = min(0.3, 9.0 / clients)  # inches per client: the picture never gets taller than a page
-        shown = range(classes) if classes <= 20 else range(0, classes, -(-classes // 10))
-        height = max(row * clients + 0.8, 0.18 * len(shown) + 0.6, 2.0)  # room for the bars and for the legend
-        figure, axes = plt.subplots(figsize=(7.5, height), layout="constrained")
-        scheme = plt.colormaps["tab10" if classes <= 10 else "tab20" if classes <= 20 else "viridis"]
-        colours = [scheme(c if classes <= 20 else c / (classes - 1)) for c in range(classes)]
-        left = np.zeros(clients, dtype=np.int64)
-        for c in range(classes):
-            axes.barh(
-                np.arange(clients),
-                self.counts[:, c],
-                left=left,
-                height=0.82,
-                color=colours[c],
-                label=self.classes[c],
-            )
-            left = left + self.counts[:, c]
-        numbered = all(name.isdecimal() for name in self.names)
-        step = 5 if numbered and clients > 30 else 1
-        axes.set_yticks(np.arange(0, clients, step), self.names[::step], fontsize=min(9.0, 72 * row * step * 0.8))
-        axes.set_ylim(clients - 0.4, -0.6)  # client 0 on top, as in the table
-        axes.set_ylabel("client")
-        axes.set_xlabel("examples")
-        axes.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
-        axes.margins(x=0.02)
-        axes.spines[["top", "right"]].set_visible(False)
-        handles = axes.get_legend_handles_labels()[0]
-        figure.legend(
-            [handles[c] for c in shown],
-            [self.classes[c] for c in shown],
-            title="class" if classes <= 20 else f"class (every {shown.step}th of {classes})",
-            loc="outside right upper",
-            frameon=False,
-            fontsize=8,
-            title_fontsize=9,
-        )
-        return save(figure, Path(path))
-
 
 def summary(parts: Sequence[npt.ArrayLike], labels: npt.ArrayLike, names: Sequence[str] | None = None) -> Summary:
     """Count the examples of each class at each client; ``str()`` of the result is a table."""
@@ -421,16 +376,6 @@ def summary(parts: Sequence[npt.ArrayLike], labels: npt.ArrayLike, names: Sequen
     _same_length("summary: names", len(names), len(rows))
     counts = np.stack([np.bincount(codes[r], minlength=len(classes)) for r in rows])
     return Summary(counts, tuple(map(str, classes.tolist())), tuple(names))
-
-
-def picture(
-    parts: Sequence[npt.ArrayLike],
-    labels: npt.ArrayLike,
-    path: str | Path,
-    names: Sequence[str] | None = None,
-) -> Path:
-    """Draw who holds what; return the path."""
-    return summary(parts, labels, names).draw(path)
 
 
 # ------------------------------------------------------------------------------------------ small helpers

@@ -6,53 +6,16 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.record import read as read_record
-from nestfed.engine.round import Record
 from nestfed.experiment.run import DIVERGED, Job, carry_out
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.tune import tune
 from nestfed.files import locked
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a comparison found for one method."""
-
-    method: str
-    chosen: Mapping[str, Any]
-    """The settings that tuning chose."""
-    trials: int
-    histories: Sequence[Sequence[Record]]
-    """One per seed."""
-    diverged: Sequence[str] = ()
-    """What was said of the seeds that diverged; they count with the last model that was evaluated before."""
-
-    def final(self, metric: str) -> list[float]:
-        """Return the metric's last value for every seed."""
-        return [last(h, metric) for h in self.histories]
-
-    def fate(self) -> str:
-        """Return a sentence on the seeds that diverged; nothing if none did."""
-        if not self.diverged:
-            return ""
-        return (
-            f"{self.method} diverged with {len(self.diverged)} of {len(self.histories)} seeds, which count with the last "
-            f"model that was evaluated before: {self.diverged[0]}"
-        )
-
-
-def last(history: Sequence[Record], metric: str) -> float:
-    """Return a metric's last recorded value."""
-    values = [r[metric] for r in history if r.get(metric) is not None]
-    if not values:
-        known = sorted(set().union(*history) - {"round", "iteration"}) if history else []
-        raise NestfedError(f"The records hold no {metric!r}; they hold {', '.join(known)}.")
-    return float(values[-1])
+from nestfed.report.summary import MethodResult
 
 
 def compare(
@@ -67,7 +30,7 @@ def compare(
     trial_seeds: int = 1,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
-) -> tuple[str, list[Outcome]]:
+) -> tuple[str, list[MethodResult]]:
     """Tune every method by the validation metric (see `nestfed.experiment.tune`), then run it with every seed.
 
     Tuning sees validation data only and seeds that are not reported; trials have up to `trial_rounds` rounds (0: all)
@@ -84,7 +47,7 @@ def compare(
         chosen = {name: tuned[name].chosen for name in methods}
         runs = _with_all_seeds(experiment, chosen, seeds, out, workers, tell)
     return metric, [
-        Outcome(
+        MethodResult(
             name,
             tuned[name].chosen,
             len(tuned[name].trials),

@@ -20,6 +20,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.experiment.spec import Experiment, from_tables, identity
 from nestfed.files import locked, write_atomically
+from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
 
@@ -105,7 +106,7 @@ def _run(
     if made.summary is not None and leads():
         write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
         if picture and drawable():
-            made.summary.draw(out / "clients.png")
+            plot.clients(made.summary, out / "clients.png")
     if experiment.run.sites == "alone":
         return _alone(experiment, made, out, until)
     if experiment.run.sites != "federated":

@@ -228,3 +228,9 @@ class MAML(Compositional):
 def _each(x: Tensor, examples: Batch) -> list[tuple[Tensor, Batch]]:
     """Return every task's vector and examples."""
     return [(row, tree_map(itemgetter(i), examples)) for i, row in enumerate(x.unbind(0))]
+
+
+def squared_error(model: Model, examples: Batch) -> Tensor:
+    """Return a task's loss."""
+    x, y = examples
+    return ((model(x) - y) ** 2).mean()

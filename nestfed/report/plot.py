@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nestfed.data.partition import Summary
 from nestfed.engine.round import Record
 from nestfed.report.drawing import pyplot, save
 
@@ -55,6 +56,49 @@ def overview(cases: Mapping[str, Runs], metrics: Sequence[str], path: Path) -> P
     handles = [plt.Line2D([], [], color=COLOURS[i % len(COLOURS)], label=name) for i, name in enumerate(names)]
     figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=min(2 * across + 1, len(names)))
     return save(figure, path)
+
+
+def clients(summary: Summary, path: str | Path) -> Path:
+    """Draw one bar per client, coloured by class and as long as its number of examples; return the path."""
+    plt = pyplot()
+    clients, classes = summary.counts.shape
+    row = min(0.3, 9.0 / clients)  # inches per client: the picture never gets taller than a page
+    shown = range(classes) if classes <= 20 else range(0, classes, -(-classes // 10))
+    height = max(row * clients + 0.8, 0.18 * len(shown) + 0.6, 2.0)  # room for the bars and for the legend
+    figure, axes = plt.subplots(figsize=(7.5, height), layout="constrained")
+    scheme = plt.colormaps["tab10" if classes <= 10 else "tab20" if classes <= 20 else "viridis"]
+    colours = [scheme(c if classes <= 20 else c / (classes - 1)) for c in range(classes)]
+    left = np.zeros(clients, dtype=np.int64)
+    for c in range(classes):
+        axes.barh(
+            np.arange(clients),
+            summary.counts[:, c],
+            left=left,
+            height=0.82,
+            color=colours[c],
+            label=summary.classes[c],
+        )
+        left = left + summary.counts[:, c]
+    numbered = all(name.isdecimal() for name in summary.names)
+    step = 5 if numbered and clients > 30 else 1
+    axes.set_yticks(np.arange(0, clients, step), summary.names[::step], fontsize=min(9.0, 72 * row * step * 0.8))
+    axes.set_ylim(clients - 0.4, -0.6)  # client 0 on top, as in the table
+    axes.set_ylabel("client")
+    axes.set_xlabel("examples")
+    axes.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
+    axes.margins(x=0.02)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = axes.get_legend_handles_labels()[0]
+    figure.legend(
+        [handles[c] for c in shown],
+        [summary.classes[c] for c in shown],
+        title="class" if classes <= 20 else f"class (every {shown.step}th of {classes})",
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8,
+        title_fontsize=9,
+    )
+    return save(figure, Path(path))
 
 
 def _shown(runs: Runs, metric: str) -> dict[str, list[dict[str, Any]]]:

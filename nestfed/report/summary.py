@@ -5,21 +5,55 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.engine.record import COSTS, read
 from nestfed.engine.round import Record
 from nestfed.report.page import Cell, Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table, size
 
-if TYPE_CHECKING:
-    from nestfed.experiment.compare import Outcome
-
 History = Sequence[Record]
 TRAINING = ("loss", "drift")
 _FALLING = ("loss", "drift", "log_loss", "perplexity", "mse")
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What a comparison found for one method."""
+
+    method: str
+    chosen: Mapping[str, Any]
+    """The settings that tuning chose."""
+    trials: int
+    histories: Sequence[Sequence[Record]]
+    """One per seed."""
+    diverged: Sequence[str] = ()
+    """What was said of the seeds that diverged; they count with the last model that was evaluated before."""
+
+    def final(self, metric: str) -> list[float]:
+        """Return the metric's last value for every seed."""
+        return [last(h, metric) for h in self.histories]
+
+    def fate(self) -> str:
+        """Return a sentence on the seeds that diverged; nothing if none did."""
+        if not self.diverged:
+            return ""
+        return (
+            f"{self.method} diverged with {len(self.diverged)} of {len(self.histories)} seeds, which count with the last "
+            f"model that was evaluated before: {self.diverged[0]}"
+        )
+
+
+def last(history: Sequence[Record], metric: str) -> float:
+    """Return a metric's last recorded value."""
+    values = [r[metric] for r in history if r.get(metric) is not None]
+    if not values:
+        known = sorted(set().union(*history) - {"round", "iteration"}) if history else []
+        raise NestfedError(f"The records hold no {metric!r}; they hold {', '.join(known)}.")
+    return float(values[-1])
 
 
 def page_of_run(directory: Path, title: str = "") -> Page:
@@ -55,7 +89,7 @@ def page_of_run(directory: Path, title: str = "") -> Page:
 def page_of_comparison(
     directory: Path,
     metric: str,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[MethodResult],
     *,
     title: str = "",
     published: Mapping[str, float] | None = None,

@@ -15,8 +15,8 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
-from nestfed import __version__, theory
-from nestfed.core import Algorithm, DivergedError, NestfedError
+from nestfed import theory
+from nestfed.core import Algorithm, DivergedError, NestfedError, __version__
 from nestfed.engine.round import Record
 from nestfed.engine.simulate import Result, simulate
 from nestfed.models import build

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestfed import __version__, metrics
+from nestfed import metrics
+from nestfed.core import __version__
 from nestfed.data.encoding import FAR
 from nestfed.files import write_atomically
 from nestfed.report import html

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from nestfed_papers.sine import squared_error
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from nestfed.core import Batch
 from nestfed.data.clients import without_replacement
 from nestfed.data.random import Purpose, Streams
 from nestfed.problems.classify import cross_entropy
-from nestfed.problems.maml import MAML
+from nestfed.problems.maml import MAML, squared_error
 from nestfed.study.base import Federated, Scores, in_chunks
 from nestfed.study.sites import (
     Refused,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nestfed import __version__
+from nestfed.core import __version__
 from nestfed.engine.round import Record
 from nestfed.report import html
 from nestfed.report.page import Curve, Curves, Page, Series, Table

@@ -12,7 +12,7 @@ from nestfed import models
 from nestfed.core import NestfedError
 from nestfed.experiment.build import Assembly, Metrics
 from nestfed.experiment.spec import Experiment
-from nestfed.problems.maml import MAML
+from nestfed.problems.maml import MAML, squared_error
 from nestfed_papers import language, omniglot, sine
 
 
@@ -22,7 +22,7 @@ def build_sine(experiment: Experiment, seed: int) -> Assembly:
     clients = sine.SineClients(experiment.partition.clients, spec.tasks, spec.shots, seed=seed)
     problem = MAML(
         models.build(experiment.model.name, (1,), seed=seed, **experiment.model.options),
-        sine.squared_error,
+        squared_error,
         inner_lr=spec.inner_lr,
         tasks=clients.held,
         first_order=spec.first_order,

@@ -12,6 +12,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nestfed.core import NestfedError
+from nestfed.engine.record import read as read_record
+from nestfed.engine.round import Record
+from nestfed.experiment.compare import compare
+from nestfed.experiment.run import DIVERGED
+from nestfed.experiment.spec import Experiment
+from nestfed.experiment.tune import number, pauses, search_space, trial_rounds
+from nestfed.report.drawing import pyplot
+from nestfed.report.machine import describe
+from nestfed.report.page import size
+from nestfed.report.plot import curves, overview
+from nestfed.report.summary import MethodResult
 from nestfed_papers.reproductions.base import (
     BUDGETS,
     Budget,
@@ -25,18 +37,6 @@ from nestfed_papers.reproductions.base import (
     spread,
 )
 from nestfed_papers.reproductions.figures import training_loss
-
-from nestfed.core import NestfedError
-from nestfed.engine.record import read as read_record
-from nestfed.engine.round import Record
-from nestfed.experiment.compare import Outcome, compare
-from nestfed.experiment.run import DIVERGED
-from nestfed.experiment.spec import Experiment
-from nestfed.experiment.tune import number, pauses, search_space, trial_rounds
-from nestfed.report.drawing import pyplot
-from nestfed.report.machine import describe
-from nestfed.report.page import size
-from nestfed.report.plot import curves, overview
 
 if TYPE_CHECKING:
     from nestfed.report.page import Curves, Page
@@ -152,7 +152,7 @@ class Part(NamedTuple):
     experiment: Experiment
     folder: Path
     metric: str
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[MethodResult]
 
 
 def _carry_out(

@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nestfed.core import NestfedError
+from nestfed.files import write_atomically
 from nestfed_papers.reproduce import cells, departs, draw, header, length, outdated, rows, verdicts
 from nestfed_papers.reproductions.base import Evidence
 from nestfed_papers.reproductions.papers import REPRODUCTIONS
-
-from nestfed.core import NestfedError
-from nestfed.files import write_atomically
 
 RECORDS = "records.jsonl"
 CURVES = "curves.png"

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nestfed.core import Batch, NestfedError
 from nestfed.data.random import Purpose, Streams
-from nestfed.problems.base import Model
 from nestfed.problems.maml import Adaptable
 
 AMPLITUDES = PHASES = (1, 2, 3, 4, 5)
@@ -26,12 +25,6 @@ LOW, HIGH = -5.0, 5.0
 def wave(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return A·sin(x + bπ/5)."""
     return a * torch.sin(x + b * math.pi / 5)
-
-
-def squared_error(model: Model, examples: Batch) -> Tensor:
-    """Return a task's loss."""
-    x, y = examples
-    return ((model(x) - y) ** 2).mean()
 
 
 @dataclass(frozen=True)

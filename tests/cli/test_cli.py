@@ -16,7 +16,7 @@ import torch
 
 from nestfed.cli.main import main
 from nestfed.engine.record import read as read_record
-from nestfed.experiment.compare import last
+from nestfed.report.summary import last
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads of several tests at once only get in each other's way
 SMALL = ("run", "demo", "algorithm.name=fcsg-m", "algorithm.alpha=0.3", "partition.clients=4", "run.q=3")

@@ -21,11 +21,11 @@ from nestfed.data.partition import (
     even,
     hold_out,
     k_classes,
-    picture,
     remove,
     similar,
     summary,
 )
+from nestfed.report import plot
 
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure
 settings.load_profile("patient")
@@ -373,7 +373,7 @@ def test_picture_shows_every_client(tmp_path: Path, clients: int, classes: int) 
     from PIL import Image
 
     labels = np.arange(3000) % classes
-    path = picture(even(3000, clients, 0), labels, tmp_path / "new folder" / "who.png")
+    path = plot.clients(summary(even(3000, clients, 0), labels), tmp_path / "new folder" / "who.png")
     pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     assert pixels.shape[0] <= 1600  # no taller than a page, however many clients
     # Down a line inside the bars there are as many coloured runs as clients (text and axes are grey).

@@ -26,13 +26,14 @@ from nestfed_papers.results import held
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score, roc_curve
 
 from nestfed.core import NestfedError
-from nestfed.experiment.compare import Outcome, compare
+from nestfed.experiment.compare import compare
 from nestfed.experiment.spec import from_tables
 from nestfed.report.html import render, write
 from nestfed.report.machine import describe
 from nestfed.report.page import Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table
 from nestfed.report.scores import TOLERANCE, curves_of
 from nestfed.report.summary import (
+    MethodResult,
     curves_of_runs,
     final_table,
     page_of_comparison,
@@ -59,7 +60,7 @@ TABLES = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outcome]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[MethodResult]]:
     """Two methods with two seeds each, really run."""
     place = tmp_path_factory.mktemp("runs") / "comparison"
     experiment = from_tables(TABLES)
@@ -218,7 +219,7 @@ def test_long_curves_are_thinned_and_keep_their_end() -> None:
 # ----------------------------------------------------------------------------------------- directories of runs
 
 
-def test_the_page_of_a_run_tells_what_its_record_holds(runs: tuple[Path, list[Outcome]]) -> None:
+def test_the_page_of_a_run_tells_what_its_record_holds(runs: tuple[Path, list[MethodResult]]) -> None:
     place, outcomes = runs[0] / "fcsg-m" / "seed-0", runs[1]
     page = page_of_run(place)
     end = outcomes[1].histories[0][-1]
@@ -234,7 +235,7 @@ def test_the_page_of_a_run_tells_what_its_record_holds(runs: tuple[Path, list[Ou
         page_of_run(runs[0])
 
 
-def test_the_page_of_a_comparison_agrees_with_its_outcomes(runs: tuple[Path, list[Outcome]]) -> None:
+def test_the_page_of_a_comparison_agrees_with_its_outcomes(runs: tuple[Path, list[MethodResult]]) -> None:
     place, outcomes = runs
     page = page_of_comparison(place, "ap", outcomes, published={"fcsg-m": 0.5})
     assert [row[0] for row in page.tables[0].rows] == ["fedavg", "fcsg-m"]
@@ -246,10 +247,10 @@ def test_the_page_of_a_comparison_agrees_with_its_outcomes(runs: tuple[Path, lis
     assert "name" not in page.settings["problem"]
     assert page.curves[0].curves[0].metric == "ap"
     with pytest.raises(NestfedError, match="no runs of other"):
-        page_of_comparison(place, "ap", [Outcome("other", {}, 0, [])])
+        page_of_comparison(place, "ap", [MethodResult("other", {}, 0, [])])
 
 
-def test_files_beside_the_record_are_shown(runs: tuple[Path, list[Outcome]]) -> None:
+def test_files_beside_the_record_are_shown(runs: tuple[Path, list[MethodResult]]) -> None:
     place = runs[0] / "fcsg-m" / "seed-1"
     rng = np.random.default_rng(0)
     (place / "roc.json").write_text(json.dumps(curves_of(rng.normal(size=50), np.arange(50) % 2)))
@@ -366,7 +367,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def page(runs: tuple[Path, list[Outcome]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(runs: tuple[Path, list[MethodResult]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with everything in it."""
     place, outcomes = runs
     rng = np.random.default_rng(0)
@@ -425,7 +426,7 @@ def test_a_reproductions_report_opens(browser: Browser, name: str, tmp_path: Pat
 
 
 def test_hovering_shows_the_values_of_the_record(
-    browser: Browser, page: Path, runs: tuple[Path, list[Outcome]]
+    browser: Browser, page: Path, runs: tuple[Path, list[MethodResult]]
 ) -> None:
     browser.open(page)
     assert browser.run(TIP) == ""
@@ -457,7 +458,7 @@ def test_the_legend_hides_and_shows(browser: Browser, page: Path) -> None:
     assert browser.run(shown) == [True] * 6
 
 
-def test_the_axis_is_switched(browser: Browser, page: Path, runs: tuple[Path, list[Outcome]]) -> None:
+def test_the_axis_is_switched(browser: Browser, page: Path, runs: tuple[Path, list[MethodResult]]) -> None:
     browser.open(page)
     ends = [h[-1] for o in runs[1] for h in o.histories]
     totals = {"round": 12, "examples": max(e["examples"] for e in ends)}

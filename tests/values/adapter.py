@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import SETTINGS  # the toys in tests/cases.py
+from nestfed_papers import language, omniglot
 from torch import nn
 
 # What only some cases need is imported where they need it: two ranks and every worker of the tests load this file.
@@ -32,7 +33,6 @@ from nestfed.data.clients import Examples
 from nestfed.engine.record import read as read_record
 from nestfed.engine.simulate import simulate
 from nestfed.models import build as network
-from nestfed.problems import language, omniglot
 from nestfed.problems.classify import Classify
 from nestfed.problems.maml import MAML
 
@@ -151,7 +151,7 @@ def over_flower(settings: Settings) -> Values:
     import test_flower as flower  # the network in memory of tests/test_flower.py
     from pytest import MonkeyPatch  # noqa: PT013
 
-    from nestfed.experiment import RunSpec
+    from nestfed.experiment.spec import RunSpec
 
     s = _complete(settings)
     problem, clients = _toy(s["toy"], s["clients"])
@@ -281,8 +281,8 @@ def carried_out(tables: Settings) -> Values:
     """Carry out an experiment; return its record and its model."""
     from safetensors.torch import load_file
 
-    from nestfed.experiment import from_tables
-    from nestfed.running import run
+    from nestfed.experiment.run import run
+    from nestfed.experiment.spec import from_tables
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -293,8 +293,8 @@ def carried_out(tables: Settings) -> Values:
 
 def tuned(tables: Settings, methods: Sequence[str], trials: int) -> Values:
     """Tune, the worse half of the trials stopping early; return every trial and what was chosen."""
-    from nestfed.experiment import from_tables
-    from nestfed.tuning import tune
+    from nestfed.experiment.spec import from_tables
+    from nestfed.experiment.tune import tune
 
     with tempfile.TemporaryDirectory() as folder:
         metric, found = tune(from_tables(tables), methods, Path(folder) / "tuning", trials=trials, workers=1)
@@ -315,8 +315,8 @@ def tuned(tables: Settings, methods: Sequence[str], trials: int) -> Values:
 
 def compared(tables: Settings, methods: Sequence[str], seeds: int, trials: int) -> Values:
     """Compare methods, each tuned and then run with every seed."""
-    from nestfed.experiment import from_tables
-    from nestfed.running import compare
+    from nestfed.experiment.compare import compare
+    from nestfed.experiment.spec import from_tables
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "comparison"
@@ -344,12 +344,12 @@ Table = tuple[np.ndarray, np.ndarray]
 
 def fitted(kind: str, sites: Sequence[Table], new: np.ndarray, **settings: Any) -> Values:
     """Fit an estimator for auroc, auprc or accuracy, and use it on new rows."""
-    from nestfed import estimators
+    from nestfed import study
 
     kinds = {
-        "auroc": estimators.FederatedAUC,
-        "auprc": estimators.FederatedAUPRC,
-        "accuracy": estimators.FederatedClassifier,
+        "auroc": study.FederatedAUC,
+        "auprc": study.FederatedAUPRC,
+        "accuracy": study.FederatedClassifier,
     }
     with _no_advice():
         found = kinds[kind](**settings).fit(list(sites))
@@ -364,7 +364,7 @@ def fitted(kind: str, sites: Sequence[Table], new: np.ndarray, **settings: Any) 
 
 def fitted_to_tasks(sites: Sequence[Sequence[Table]], unseen: Sequence[Table], **settings: Any) -> Values:
     """Fit the estimator for meta-learning; adapt it to a task and judge it."""
-    from nestfed.estimators import FederatedMAML
+    from nestfed.study import FederatedMAML
 
     with _no_advice():
         found = FederatedMAML(**settings).fit(list(sites))
@@ -379,8 +379,8 @@ def fitted_to_tasks(sites: Sequence[Sequence[Table]], unseen: Sequence[Table], *
 
 def fitted_to_the_worst_mixture(sites: Sequence[Table], new: np.ndarray, **settings: Any) -> Values:
     """Fit the minimax estimator: squared error under the worst weights of the sites."""
-    from nestfed.estimators import FederatedMinimax
     from nestfed.problems import Simplex
+    from nestfed.study import FederatedMinimax
 
     count = len(sites)
 
@@ -420,7 +420,8 @@ def trained(
     files: Sequence[Path], target: str, objective: str, new: Path, *, group: str = "", **settings: Any
 ) -> Values:
     """Train on one table per site, compare, write the model, read it again and predict."""
-    from nestfed import handover, train
+    from nestfed.study import export as handover
+    from nestfed.study import train
 
     data = train.read_sites(files, target, group=group)
     with _no_advice():
@@ -456,8 +457,8 @@ def trained(
 
 def encoded(files: Sequence[Path], target: str, *, group: str = "") -> Values:
     """Return what becomes of one table per site: the features, their common scale, and each site's first rows."""
-    from nestfed import train
-    from nestfed.estimators.sites import common_scale
+    from nestfed.study import train
+    from nestfed.study.sites import common_scale
 
     data = train.read_sites(files, target, group=group)
     scale = common_scale(data.sites, tell_gaps=True)

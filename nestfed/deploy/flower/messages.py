@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
-import nestfed
-from nestfed.core import Fields, NestfedError
+from nestfed.core import Fields, NestfedError, __version__
 from nestfed.deploy.remote import RefusedError
 from nestfed.engine.encode import Encoding, squeeze
 from nestfed.files import write_atomically
@@ -34,7 +33,7 @@ LOG = logging.getLogger("flwr")  # what `flwr run --stream` and a site's own ter
 
 TROUBLES = {
     "another-experiment": "it was started for another experiment, or reads this one differently",
-    "another-version": f"it does not run nestfed {nestfed.__version__} with protocol {PROTOCOL}",
+    "another-version": f"it does not run nestfed {__version__} with protocol {PROTOCOL}",
     "lost-state": "it does not have its private fields of the round it last took part in; bring back its `state` "
     "folder, or set lost-state to restart",
     "no-plan": "it has no plan yet",
@@ -98,12 +97,12 @@ def tensors_of(record: ArrayRecord, most: int | None = None) -> dict[str, Tensor
 
 def stamp_of(study: Any, **more: Any) -> ConfigRecord:
     """Return what every question begins with: protocol, version, experiment."""
-    return ConfigRecord({"protocol": PROTOCOL, "version": nestfed.__version__, "digest": study.digest(), **more})
+    return ConfigRecord({"protocol": PROTOCOL, "version": __version__, "digest": study.digest(), **more})
 
 
 def mismatch(study: Any, stamp: Mapping[str, Any]) -> str:
     """Return the kind of trouble if a stamp is not ours, else nothing."""
-    if stamp.get("protocol") != PROTOCOL or stamp.get("version") != nestfed.__version__:
+    if stamp.get("protocol") != PROTOCOL or stamp.get("version") != __version__:
         return "another-version"
     return "another-experiment" if stamp.get("digest") != study.digest() else ""
 

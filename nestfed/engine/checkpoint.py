@@ -88,7 +88,13 @@ def read(
                 continue
             with safe_open(path, "pt") as file:
                 header = file.metadata() or {}
-                tensors = {k: file.get_tensor(k).to(device) for k in file.keys()}  # noqa: SIM118
+                # A file's numbers lie at any multiple of their size, and where an address is no multiple of 16 the
+                # matrix product rounds otherwise: only a copy, where torch puts it, goes on to the last bit.
+                # Private fields, which may be large, are copied into the run's own tables.
+                tensors = {
+                    k: file.get_tensor(k).to(device, copy=not k.startswith("private."))
+                    for k in file.keys()  # noqa: SIM118
+                }
             if header.get("format") != FORMAT:
                 raise NestfedError(f"{path} was written by another version of nestfed; start in another directory.")
             if header.get("fingerprint") != fingerprint:

@@ -29,7 +29,7 @@ from nestfed.core import NestfedError
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
-from nestfed.engine.round import Participation, Span, dropout_keys
+from nestfed.engine.round import Participation, RunState, Span, dropout_keys
 from nestfed.engine.simulate import Interrupted, simulate
 from nestfed.problems.base import Box, Sample, Tape
 
@@ -134,6 +134,38 @@ def test_a_checkpoint_is_a_safetensors_file(tmp_path: Path) -> None:
     assert torch.equal(held["private.own"], result.private["own"])
     with pytest.raises(NestfedError, match="another experiment"):
         checkpoint.read(tmp_path, "other", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_read_lies_in_memory_where_torch_would_put_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A matrix product rounds by the address of its numbers, so a checkpoint's bits alone are not enough to resume."""
+    places = []
+    for length in range(0, 64, 8):  # of the header, after which the numbers begin
+        fingerprint = "f" * length
+        shared = {"c": torch.ones(3, dtype=dtype), "x": torch.ones(5, dtype=dtype)}
+        state = RunState(shared, {"v": torch.ones(3, dtype=dtype)}, {}, torch.zeros(1), kept={"best": shared["c"]})
+        (tmp_path / str(length)).mkdir()
+        checkpoint.write(tmp_path / str(length), state, fingerprint)
+        found, _ = checkpoint.read(tmp_path / str(length), fingerprint, torch.device("cpu"))
+        assert found is not None
+        places += [v.data_ptr() % 64 for group in (found.shared, found.server, found.kept) for v in group.values()]
+    assert set(places) == {0}
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_resumes_matrix_products_to_the_last_bit(mode: str, tmp_path: Path) -> None:
+    """With shapes whose products do round by address."""
+    _, held = images()
+    clients = Examples(held.arrays, held.parts, batch=1)
+    layers = [nn.Flatten(-3), nn.Linear(72, 6), nn.Tanh(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
+    problem = Classify(nn.Sequential(*layers).double())
+    options = {**OPTIONS, "mode": mode}
+    whole = simulate(problem, Scaffold(0.1), clients, rounds=6, **options)
+    for stop in range(1, 6):
+        simulate(problem, Scaffold(0.1), clients, rounds=stop, directory=tmp_path, **options)
+    again = simulate(problem, Scaffold(0.1), clients, rounds=6, directory=tmp_path, **options)
+    identical(dict(again.shared), dict(whole.shared))
+    identical(dict(again.private), dict(whole.private))
 
 
 def test_a_record_cut_short_is_mended(tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
         raise NestfedError(f"Cannot write {name()}: {error.strerror or error}.") from error
 
 
+def make_directory(path: Path) -> Path:
+    """Make a directory and its parents, if they are not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NestfedError(f"Cannot make the directory {path}: {error.strerror}.") from error
+    return path
+
+
 def sweep(directory: Path) -> None:
     """Delete what a process that was killed left half written; only for whoever holds the directory's lock."""
     for leftover in directory.glob(".*.tmp"):

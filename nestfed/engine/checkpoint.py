@@ -9,20 +9,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nestfed.core import NestfedError
+from nestfed.core import Fields, NestfedError
 from nestfed.engine.round import RunState
 from nestfed.files import written
 
-FORMAT = "1"
+FORMAT = "2"
 _NAME = re.compile(r"round-(\d+)-([0-9a-f]{16})\.safetensors")
-_TENSORS = ("shared", "server", "private", "kept")
-_NUMBERS = tuple(f.name for f in fields(RunState) if f.name not in (*_TENSORS, "seen"))
+_OF_STATE = ("shared", "server", "kept")
+_TENSORS = (*_OF_STATE, "private")
+_NUMBERS = tuple(f.name for f in fields(RunState) if f.name not in (*_OF_STATE, "seen"))
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
@@ -31,10 +32,17 @@ _BLOCK = 2**24
 """Bytes that are written or read at once, so that a checkpoint needs no second copy of the state in memory."""
 
 
-def write(directory: Path, state: RunState, fingerprint: str, keep: int = 2) -> Path:
-    """Save the state; its name holds the round and a digest of the content. Older ones but `keep` are deleted."""
-    tensors: dict[str, Tensor] = {"seen": state.seen}
-    for group in _TENSORS:
+class Saved(NamedTuple):
+    """What a checkpoint holds: the server's state, and clients' private fields, one row each."""
+
+    state: RunState
+    private: dict[str, Tensor]
+
+
+def write(directory: Path, state: RunState, private: Fields, fingerprint: str, keep: int = 2) -> Path:
+    """Save a run between two rounds. The file's name holds the round and a digest; older ones but `keep` are deleted."""
+    tensors: dict[str, Tensor] = {"seen": state.seen} | {f"private.{k}": v for k, v in private.items()}
+    for group in _OF_STATE:
         tensors |= {f"{group}.{k}": v for k, v in getattr(state, group).items()}
     numbers = {name: getattr(state, name) for name in _NUMBERS}
     metadata = {"format": FORMAT, "fingerprint": fingerprint, "numbers": json.dumps(numbers)}
@@ -73,11 +81,11 @@ def _blocks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[An
 
 
 def read(
-    directory: Path, fingerprint: str, device: torch.device, like: RunState | None = None
-) -> tuple[RunState | None, list[str]]:
+    directory: Path, fingerprint: str, device: torch.device, like: Saved | None = None
+) -> tuple[Saved | None, list[str]]:
     """Return the newest whole checkpoint of this experiment, or None, and what had to be passed over.
 
-    With `like`, its fields must have the names, types and shapes of that state's.
+    With `like`, its fields must have those names, types and shapes.
     """
     warnings = []
     for path in _found(directory):
@@ -88,9 +96,9 @@ def read(
                 continue
             with safe_open(path, "pt") as file:
                 header = file.metadata() or {}
-                # A file's numbers lie at any multiple of their size, and where an address is no multiple of 16 the
-                # matrix product rounds otherwise: only a copy, where torch puts it, goes on to the last bit.
-                # Private fields, which may be large, are copied into the run's own tables.
+                # A file's numbers may start at any multiple of their size, and a matrix product rounds differently where
+                # an address is not a multiple of 16: only a copy, placed by torch, resumes to the last bit. Private
+                # fields, which may be large, are copied into the run's own tables.
                 tensors = {
                     k: file.get_tensor(k).to(device, copy=not k.startswith("private."))
                     for k in file.keys()  # noqa: SIM118
@@ -99,7 +107,7 @@ def read(
                 raise NestfedError(f"{path} was written by another version of nestfed; start in another directory.")
             if header.get("fingerprint") != fingerprint:
                 raise NestfedError(f"{directory} holds another experiment's checkpoints; choose another directory.")
-            return _state(tensors, json.loads(header["numbers"]), like), warnings
+            return _saved(tensors, json.loads(header["numbers"]), like), warnings
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
             reason = str(error).rstrip(".")
             warnings.append(f"{path} cannot be read and was passed over ({reason}).")
@@ -108,37 +116,43 @@ def read(
     return None, warnings
 
 
-def _state(tensors: dict[str, Tensor], numbers: Any, like: RunState | None) -> RunState:
-    """Return the state that a checkpoint holds, if it is one: whoever made the file may have made it up."""
+def _saved(tensors: dict[str, Tensor], numbers: Any, like: Saved | None) -> Saved:
+    """Return what a checkpoint holds, after checking it: anybody may have written the file."""
     seen = tensors.pop("seen")
-    groups: dict[str, Any] = {group: {} for group in _TENSORS}
+    groups: dict[str, dict[str, Tensor]] = {group: {} for group in _TENSORS}
     for name, value in tensors.items():
         group, _, key = name.partition(".")
         groups[group][key] = value
     if not isinstance(numbers, dict) or set(numbers) != set(_NUMBERS):
         raise ValueError("its numbers are not those of a run")
     for name, value in numbers.items():
-        kinds = (int, float) if name in ("seconds", "best") else int
-        if isinstance(value, bool) or not (isinstance(value, kinds) or (name == "best" and value is None)):
-            raise ValueError(f"its {name} is {value!r}")
-        if value is not None and name != "best" and value < 0:
-            raise ValueError(f"its {name} is below 0")
-    if seen.dim() != 1:
-        raise ValueError("its list of clients is none")
+        _check_number(name, value)
+    if seen.dim() != 1 or (like is not None and seen.dtype != like.state.seen.dtype):
+        raise ValueError("its list of clients is damaged")
+    private = groups.pop("private")
+    found = Saved(RunState(seen=seen.cpu(), **groups, **numbers), private)
     if like is not None:
-        if seen.dtype != like.seen.dtype:
-            raise ValueError("its list of clients is none")
-        for group in ("shared", "server", "private"):
-            found = {k: (v.dtype, tuple(v.shape)) for k, v in groups[group].items()}
-            held: dict[str, Tensor] = getattr(like, group)
-            rows = (len(seen),)  # this process may hold fewer clients' private fields than the file
-            right = {
-                k: (v.dtype, rows + tuple(v.shape[1:]) if group == "private" else tuple(v.shape))
-                for k, v in held.items()
-            }
-            if found != right:
-                raise ValueError(f"its {group} fields are not this run's")
-    return RunState(seen=seen.cpu(), **groups, **numbers)
+        _check_fields("shared", found.state.shared, like.state.shared)
+        _check_fields("server", found.state.server, like.state.server)
+        rows = len(seen)  # this process may hold fewer clients' private fields than the file
+        _check_fields("private", private, {k: v[:1].expand(rows, *v.shape[1:]) for k, v in like.private.items()})
+    return found
+
+
+def _check_number(name: str, value: Any) -> None:
+    kinds = (int, float) if name in ("seconds", "best") else int
+    if isinstance(value, bool) or not (isinstance(value, kinds) or (name == "best" and value is None)):
+        raise ValueError(f"its {name} is {value!r}")
+    if value is not None and name != "best" and value < 0:
+        raise ValueError(f"its {name} is below 0")
+
+
+def _check_fields(group: str, found: Fields, right: Fields) -> None:
+    def form(fields: Fields) -> dict[str, Any]:
+        return {k: (v.dtype, tuple(v.shape)) for k, v in fields.items()}
+
+    if form(found) != form(right):
+        raise ValueError(f"its {group} fields are not this run's")
 
 
 def _digest(path: Path) -> str:

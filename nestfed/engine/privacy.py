@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError
-from nestfed.engine.reduce import Reduction
-from nestfed.engine.round import Participation
+from nestfed.engine.options import Exchange
 
 
 @dataclass(frozen=True)
@@ -34,21 +33,11 @@ class Noise:
     """The probability with which a client takes part in a round; 1 means always."""
 
     @classmethod
-    def plan(cls, noise: float, reduction: Reduction, taking_part: Participation, clients: int) -> Noise | None:
-        """Return the noise of a run, or None; refuse what cannot be accounted for."""
-        if not 0 <= noise < float("inf"):
-            raise NestfedError(f"run.noise must be a finite number of at least 0, not {noise:g}.")
-        if not noise:
+    def plan(cls, exchange: Exchange, clients: int) -> Noise | None:
+        """Return the noise of a run, or None."""
+        if exchange.privacy is None:
             return None
-        if not reduction.clips:
-            raise NestfedError(f"run.noise needs clipped changes: set run.reduce = 'clip:1.0', not {str(reduction)!r}.")
-        of = taking_part.of
-        if isinstance(of, int) and of < clients:
-            raise NestfedError(
-                "run.noise is accounted for when all clients take part or each with a probability: set participation to "
-                f"{of / clients:g} instead of {of}."
-            )
-        return cls(noise, reduction.amount, clients, of if isinstance(of, float) else 1.0)
+        return cls(exchange.privacy.noise, exchange.privacy.clip, clients, float(exchange.share))
 
     @property
     def expected(self) -> float:
@@ -100,7 +89,7 @@ def epsilon(noise: float, rate: float, rounds: int, delta: float) -> float:
     try:
         library, rdp = import_module("dp_accounting"), import_module("dp_accounting.rdp")
     except ImportError as error:
-        raise NestfedError("run.noise needs an accountant: pip install 'nestfed[privacy]'.") from error
+        raise NestfedError("exchange.privacy needs an accountant: pip install 'nestfed[privacy]'.") from error
     event = library.GaussianDpEvent(noise)
     sampled = event if rate >= 1 else library.PoissonSampledDpEvent(rate, event)
     accountant = rdp.RdpAccountant()

@@ -1,28 +1,26 @@
 """Several machines: every rank of torch.distributed (`torchrun`) runs the clients of its own block.
 
-All ranks hold the shared fields and do the same arithmetic on the same sums; the private fields of a client lie only
-on its rank. Rank 0 alone evaluates, records, and writes checkpoints, which hold the private fields of all clients and
-so may be resumed by any number of ranks.
+All ranks hold the shared fields and do the same arithmetic on the same sums; the private fields of a client are only on
+its rank. Rank 0 alone evaluates, records, and writes checkpoints, which hold the private fields of all clients, so any
+number of ranks may resume them.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from nestfed.core import Fields, NestfedError
-from nestfed.engine.local import Runner, Share, Tally, start_tally
-from nestfed.engine.reduce import Reduction
-from nestfed.engine.round import RunState
+from nestfed.engine.federation import Federation
+from nestfed.engine.round import Order, Reply
 
 
 class Group:
-    """The ranks that run an experiment together; by itself, a single one."""
+    """The ranks that run an experiment together; without `torchrun`, a single one."""
 
     def __init__(self, rank: int = 0, count: int = 1) -> None:
         self.rank, self.count = rank, count
@@ -44,126 +42,52 @@ class Group:
         return self.rank == 0
 
     def block(self, clients: int, rank: int | None = None) -> range:
-        """Return the clients whose private fields lie on a rank, this one unless another is named."""
+        """Return the clients of a rank, this one unless another is named."""
         rank = self.rank if rank is None else rank
         return range(rank * clients // self.count, (rank + 1) * clients // self.count)
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Tell whether the flag is set on any rank."""
-        if self.count == 1:
-            return flag
-        votes = torch.tensor([float(flag)], device=device)
-        distributed.all_reduce(votes)
-        return bool(votes > 0)
-
-    def agree(self, value: Any) -> Any:
-        """Return rank 0's value on all ranks."""
-        if self.count == 1:
-            return value
-        box = [value]
-        distributed.broadcast_object_list(box)
-        return box[0]
-
-    def gather(self, state: RunState, clients: int) -> RunState:
-        """Return on rank 0 the state with the private fields of all clients; elsewhere the state as it is."""
-        if self.count == 1:
-            return state
-        private = {}
-        for k, v in state.private.items():
-            if not self.leads:
-                distributed.send(v.contiguous(), 0)
-                continue
-            private[k] = v.new_empty((clients, *v.shape[1:]))
-            private[k][: len(v)] = v
-            for rank in range(1, self.count):
-                block = self.block(clients, rank)
-                distributed.recv(private[k][block.start : block.stop], rank)
-        return replace(state, private=private) if self.leads else state
-
-    def scatter(self, found: RunState | None, clients: int, like: RunState) -> RunState | None:
-        """Give every rank the state that rank 0 has read: all of it, but only its own clients' private fields."""
-        if self.count == 1:
-            return found
-        numbers = None
-        if found is not None:
-            numbers = {k: v for k, v in vars(found).items() if k not in ("private", "shared", "server", "kept")}
-            numbers["kept"] = {k: (v.shape, v.dtype) for k, v in found.kept.items()}
-        numbers = self.agree(numbers)
-        if numbers is None:
-            return None
-        place = next(iter(like.shared.values())).device
-        kept = {k: torch.empty(shape, dtype=dtype, device=place) for k, (shape, dtype) in numbers.pop("kept").items()}
-        state = replace(like, kept=kept, **numbers) if found is None else found
-        for group in ("shared", "server", "kept"):
-            target = {k: torch.empty_like(v) for k, v in getattr(like if group != "kept" else state, group).items()}
-            source = getattr(state, group)
-            for k in sorted(target):
-                value = source[k].clone() if self.leads else target[k]
-                distributed.broadcast(value, 0)
-                target[k] = value
-            setattr(state, group, target)
-        private = {}
-        for k, v in like.private.items():
-            private[k] = v
-            if self.leads:
-                for rank in range(1, self.count):
-                    block = self.block(clients, rank)
-                    distributed.send(state.private[k][block.start : block.stop].contiguous(), rank)
-                own = self.block(clients)
-                v.copy_(state.private[k][own.start : own.stop])
-            else:
-                rows = torch.empty_like(v)
-                distributed.recv(rows, 0)
-                v.copy_(rows)
-        state.private = private
-        return state
-
 
 class Ranks:
-    """Runs this rank's clients by another runner and adds up over all ranks."""
+    """Runs this rank's clients by another federation and adds up over all ranks."""
 
-    def __init__(self, inner: Runner, group: Group, clients: int, point: str, reduction: Reduction, drop: bool) -> None:
-        self._inner, self._group, self._block, self._point = inner, group, group.block(clients), point
-        self._clients, self._reduction, self._drop = clients, reduction, drop
+    def __init__(self, inner: Federation, group: Group, clients: int, device: torch.device) -> None:
+        self._inner, self._group, self._clients, self._device = inner, group, clients, device
+        self._block = group.block(clients)
 
-    def run(self, shared: Fields, private: dict[str, Tensor], share: Share) -> Tally:
+    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
         """Run those clients that are this rank's, then add up over all ranks."""
-        mine = [i for i, n in enumerate(share.ns) if n in self._block]
-        part = share._replace(ns=[share.ns[i] for i in mine], stale=[share.stale[i] for i in mine])
-        tally, mistake = start_tally(shared, self._point, part, self._reduction), None
+        mine = order.only([i for i, n in enumerate(order.asked) if n in self._block])
+        mistake: NestfedError | None = None
         try:
-            if mine:
-                tally = self._inner.run(shared, private, part)
+            reply = self._inner.run(mine, shared)
         except NestfedError as error:
             mistake = error
-        device = next(iter(shared.values())).device
-        if self._group.any(mistake is not None, device):
-            mistakes: list[NestfedError | None] = [None] * self._group.count
-            distributed.all_gather_object(mistakes, mistake)
-            raise next(m for m in mistakes if m is not None)
-        with tally.lap("averaging"):
-            for k in sorted(tally.sums):
-                distributed.all_reduce(tally.sums[k])
-            tally.rows = {k: self._exchange(tally.rows[k], share) for k in sorted(tally.rows)}
-            if self._drop:
-                told: list[dict[int, str]] = [{}] * self._group.count
-                distributed.all_gather_object(told, tally.dropped)
-                tally.dropped = {n: why for each in told for n, why in each.items()}
-            # Floats of 64 bits hold counts up to 2^53.
-            numbers = [tally.loss, tally.moved, float(tally.examples), float(tally.evaluations)]
-            totals = torch.tensor(numbers, dtype=torch.float64, device=device)
-            distributed.all_reduce(totals)
-        tally.loss, tally.moved = float(totals[0]), float(totals[1])
-        tally.examples, tally.evaluations = int(totals[2]), int(totals[3])
-        return tally
+        if self.any(mistake is not None):
+            raise next(m for m in self._gathered(mistake) if m is not None)
+        with reply.lap("averaging"):
+            for k in sorted(reply.sums):
+                distributed.all_reduce(reply.sums[k])
+            total = Reply(reply.sums, {k: self._all_rows(reply.rows[k], order) for k in sorted(reply.rows)})
+            for numbers in self._gathered(_numbers(reply)):
+                total.merge(numbers)
+            place = {n: i for i, n in enumerate(order.asked)}
+            total.places = [place[n] for n in total.answered]
+        total.downloads, total.laps = len(order.asked), reply.laps
+        return total
 
-    def _exchange(self, mine: Tensor, share: Share) -> Tensor:
+    def _gathered(self, value: Any) -> list[Any]:
+        """Return every rank's value, in the order of the ranks."""
+        values: list[Any] = [None] * self._group.count
+        distributed.all_gather_object(values, value)
+        return values
+
+    def _all_rows(self, mine: Tensor, order: Order) -> Tensor:
         """Return the rows of all ranks, in the order of the clients."""
-        rows = mine.new_empty((len(share.ns), *mine.shape[1:]))
+        rows = mine.new_empty((len(order.asked), *mine.shape[1:]))
         start = 0
         for rank in range(self._group.count):
             block = self._group.block(self._clients, rank)
-            stop = start + sum(n in block for n in share.ns)
+            stop = start + sum(n in block for n in order.asked)
             if rank == self._group.rank:
                 rows[start:stop] = mine
             if stop > start:
@@ -171,6 +95,59 @@ class Ranks:
             start = stop
         return rows
 
+    def own(self) -> Fields:
+        """Return the private fields of this rank's clients."""
+        return self._inner.own()
+
+    def private(self) -> Fields:
+        """Return on rank 0 the private fields of all clients; elsewhere this rank's."""
+        own = self.own()
+        if not self._group.leads:
+            for v in own.values():
+                distributed.send(v.contiguous(), 0)
+            return own
+        whole = {}
+        for k, v in own.items():
+            whole[k] = v.new_empty((self._clients, *v.shape[1:]))
+            whole[k][: len(v)] = v
+            for rank in range(1, self._group.count):
+                block = self._group.block(self._clients, rank)
+                distributed.recv(whole[k][block.start : block.stop], rank)
+        return whole
+
+    def restore(self, private: Fields) -> None:
+        """Give every rank its own clients' private fields, which rank 0 has read."""
+        own = {}
+        for k, v in self.own().items():
+            if self._group.leads:
+                for rank in range(1, self._group.count):
+                    block = self._group.block(self._clients, rank)
+                    distributed.send(private[k][block.start : block.stop].contiguous(), rank)
+                own[k] = private[k][self._block.start : self._block.stop]
+            else:
+                own[k] = torch.empty_like(v)
+                distributed.recv(own[k], 0)
+        self._inner.restore(own)
+
+    def agree(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks."""
+        box = [value]
+        distributed.broadcast_object_list(box)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        votes = torch.tensor([float(flag)], device=self._device)
+        distributed.all_reduce(votes)
+        return bool(votes > 0)
+
     def close(self) -> None:
-        """Close the runner inside."""
+        """Close the federation inside."""
         self._inner.close()
+
+
+def _numbers(reply: Reply) -> Reply:
+    """Return a reply without its tensors."""
+    numbers = Reply({})
+    numbers.merge(reply)
+    return numbers

@@ -41,7 +41,7 @@ class Reduction:
         }
         if not good.get(kind):
             raise NestfedError(
-                "run.reduce must be mean, median, trimmed:SHARE with a share between 0 and 0.5, or clip:NORM with a norm "
+                "exchange.reduce must be mean, median, trimmed:SHARE with a share between 0 and 0.5, or clip:NORM with a norm "
                 f"above 0, not {text!r}."
             )
         return cls(kind, amount)

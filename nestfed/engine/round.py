@@ -1,50 +1,194 @@
-"""One communication round, whatever engine it runs on: a client's program, and the state between rounds."""
+"""The server's half of a round: what it asks for, how uploads are folded into a total, what it makes of the total.
+
+`Fold.add` decodes, clips and adds uploads as they come; `close_round` is the only place where a total becomes the next
+broadcast.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nestfed.core import Algorithm, Batch, Fields, NestfedError
-from nestfed.data.random import Purpose, Streams
-from nestfed.problems.base import Sample, Tape
+from nestfed.core import DivergedError, Fields, NestfedError, Problem
+from nestfed.engine.options import Exchange
+from nestfed.engine.privacy import Noise
+from nestfed.engine.program import TAP, AnyAlgorithm, Span
+from nestfed.metrics import Metric
 
-AnyAlgorithm = Algorithm[Any, Any]
 Record = dict[str, Any]
 """A round's line: round, iteration, participants, loss, drift, examples, bytes_up, bytes_down, seconds, the metrics."""
 
 
-class Span(NamedTuple):
-    """The iterations start … stop−1 of one round."""
+@dataclass(frozen=True)
+class Order:
+    """What a round asks for."""
 
-    start: int
-    stop: int
+    round: int
+    """Rounds that are over."""
+    span: Span
+    asked: Sequence[int]
+    """The clients that train."""
+    seen: Sequence[int]
+    """For each of them, the version of its private fields: the rounds that were over when it last took part, or −1."""
+    tap: int = -1
+    """Upload the point after this iteration too, if it belongs to the round."""
+    at: int = 0
+    """The row of the first of them in a table of all uploads."""
+
+    @property
+    def tapped(self) -> bool:
+        """Whether uploads hold the point after iteration `tap`."""
+        return self.span.holds(self.tap)
+
+    def stale(self) -> list[bool]:
+        """Return for each client whether it sat out the last round."""
+        return [self.round > 0 and version != self.round for version in self.seen]
+
+    def part(self, start: int, stop: int) -> Order:
+        """Return the order for some of the clients."""
+        return self.only(range(start, stop), self.at + start)
+
+    def only(self, places: Sequence[int], at: int = 0) -> Order:
+        """Return the order for the clients at these places."""
+        asked, seen = [self.asked[i] for i in places], [self.seen[i] for i in places]
+        return Order(self.round, self.span, asked, seen, self.tap, at)
 
 
-def span_from(algorithm: AnyAlgorithm, t: int, q: int) -> Span:
-    """Return the round that begins at iteration t."""
-    stop = t
-    while not algorithm.ends_round(stop, q):
-        stop += 1
-    return Span(t, stop + 1)
+@dataclass
+class Upload:
+    """What some clients send after their round: one row each in every field, encoded as on the wire."""
+
+    ns: Sequence[int]
+    places: Sequence[int]
+    """Their rows in a table of all uploads."""
+    fields: Fields
+    loss: float
+    """The sum over these clients of their mean losses; with weights, the weighted sum."""
+    moved: float
+    examples: int
+    evaluations: int = 0
+
+
+@dataclass
+class Reply:
+    """What came back from a round: sums over clients, or the rows themselves for a reduction that needs all of them."""
+
+    sums: dict[str, Tensor]
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """One row for every client that the federation asked; `places` are the rows of those who answered."""
+    places: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
+    downloads: int = 0
+    """Broadcasts that were sent to clients that train."""
+    dropped: dict[int, str] = field(default_factory=dict)
+    """Clients left out because their numbers became infinite or NaN, each with a sentence."""
+    weight: float = 0.0
+    """The sum of the weights of those who answered."""
+    loss: float = 0.0
+    moved: float = 0.0
+    examples: int = 0
+    evaluations: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the broadcast, where the clients evaluate it."""
+    laps: dict[str, float] = field(default_factory=dict)
+    """Seconds by what they were spent on."""
+
+    def merge(self, other: Reply) -> None:
+        """Add what other clients did, except for sums, rows and laps, which the caller combines."""
+        self.places += other.places
+        self.answered += other.answered
+        self.dropped |= other.dropped
+        self.weight += other.weight
+        self.loss += other.loss
+        self.moved += other.moved
+        self.examples += other.examples
+        self.evaluations += other.evaluations
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        """Add the time that something takes."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.laps[name] = self.laps.get(name, 0.0) + perf_counter() - began
+
+
+def empty_reply(shared: Fields, point: str, order: Order, exchange: Exchange) -> Reply:
+    """Return the reply of nobody, to be added to."""
+    if exchange.reduction.tabled:
+        return Reply({}, {k: v.new_empty((len(order.asked), *v.shape)) for k, v in shared.items()})
+    sums = {k: torch.zeros_like(v) for k, v in shared.items()}
+    if order.tapped:
+        sums[TAP] = torch.zeros_like(shared[point])
+    return Reply(sums)
+
+
+class Fold:
+    """Adds uploads to a reply: decode, clip, weigh, add. `shared` are the server's own fields, not rounded."""
+
+    def __init__(
+        self, exchange: Exchange, shared: Fields, reply: Reply, weight: Callable[[int], float] | None = None
+    ) -> None:
+        self.exchange, self.shared, self.reply, self.weight = exchange, shared, reply, weight
+        self.base = shared if exchange.encoding.up else exchange.encoding.broadcast(shared)
+
+    def decoded(self, fields: Fields) -> dict[str, Tensor]:
+        """Return uploads as the server averages them."""
+        encoding = self.exchange.encoding
+        if not encoding.up:
+            return dict(fields)
+        tap = {k: fields[k] for k in (TAP,) if k in fields}
+        return encoding.unpack(fields, self.shared, list(self.shared)) | tap
+
+    def add(self, upload: Upload) -> None:
+        """Add the uploads of some clients."""
+        reply, reduction = self.reply, self.exchange.reduction
+        fields = self.decoded(upload.fields)
+        if reduction.clips:
+            fields = reduction.clipped(fields, self.base)
+        weights = None if self.weight is None else [self.weight(n) for n in upload.ns]
+        for k, v in fields.items():
+            if reply.rows:
+                put(reply.rows[k], upload.places, v)
+                continue
+            if weights is not None:
+                v = v * v.new_tensor(weights).view(-1, *[1] * (v.dim() - 1))
+            reply.sums[k].add_(v.sum(0) if len(v) > 1 else v[0])
+        reply.answered += upload.ns
+        reply.places += upload.places
+        reply.weight += len(upload.ns) if weights is None else sum(weights)
+        reply.loss += upload.loss
+        reply.moved += upload.moved
+        reply.examples += upload.examples
+        reply.evaluations += upload.evaluations
+
+
+def put(table: Tensor, rows: Sequence[int], values: Tensor) -> None:
+    """Write rows of a table; a single one is copied, which is quicker for a large model."""
+    if len(rows) == 1:
+        table[rows[0]] = values[0]
+    else:
+        table[list(rows)] = values
 
 
 @dataclass
 class RunState:
-    """All that changes from round to round, and so all that a checkpoint holds."""
+    """All that the server holds from round to round; clients' private fields are the federation's."""
 
     shared: Fields
     server: Fields
-    private: dict[str, Tensor]
     seen: Tensor
     """For every client, the number of rounds that were over when it last took part; −1 before."""
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """Points put by for the outcome: "uniform" and "best"."""
+    """Points kept to be returned: "uniform" and "best"."""
     round: int = 0
     t: int = 0
     examples: int = 0
@@ -54,36 +198,24 @@ class RunState:
     best: float | None = None
 
     @classmethod
-    def start(
-        cls,
-        algorithm: AnyAlgorithm,
-        template: Any,
-        clients: int,
-        rows: int | None = None,
-        table: Callable[[Tensor, int], Tensor] = lambda value, rows: value.expand(rows, *value.shape).clone(),
-    ) -> RunState:
-        """Return the state before round 0; `table` makes the private fields, of all clients or of fewer `rows`."""
-        shared = {k: getattr(template, k) for k in algorithm.shared}
-        private = {k: table(getattr(template, k), clients if rows is None else rows) for k in algorithm.private}
-        return cls(shared, algorithm.server.init(shared), private, torch.full((clients,), -1))
+    def start(cls, method: AnyAlgorithm, template: Any, clients: int) -> RunState:
+        """Return the state before the first round."""
+        shared = {k: getattr(template, k) for k in method.shared}
+        return cls(shared, method.server.init(shared), torch.full((clients,), -1))
 
     def advance(self, stop: int, answered: Sequence[int]) -> None:
         """Close a round that ended before iteration `stop`.
 
-        Iteration 0 initialises the estimators: as long as nobody was there for it, it is still to come.
+        Iteration 0 initialises the estimators: as long as nobody took part in it, it is still to come.
         """
         self.round += 1
         if answered or self.t:
             self.t = stop
         self.seen[list(answered)] = self.round
 
-    def keep_best(self, point: Tensor, metrics: Mapping[str, float], best: str) -> None:
-        """Put a point by if it is the best so far by a metric; a leading minus sign means that less is better."""
-        name = best.removeprefix("-")
-        if name not in metrics:
-            raise NestfedError(f"output='best' asks for {name!r}, but the evaluation gives {', '.join(metrics)}.")
-        value = -metrics[name] if best.startswith("-") else metrics[name]
-        if not math.isnan(value) and (self.best is None or value > self.best):
+    def keep_best(self, point: Tensor, value: float, metric: Metric) -> None:
+        """Keep a point if it is the best so far."""
+        if not math.isnan(value) and (self.best is None or metric.better(value, self.best)):
             self.best = value
             self.kept["best"] = point.clone()
 
@@ -101,139 +233,80 @@ class RunState:
             "seconds": round(self.seconds, 6),
         }
 
-    def outcome(self, point: str, output: str) -> Tensor:
-        """Return the point that the run was for; one that was never put by (no round had it) is the last."""
-        return self.kept.get(output, self.shared[point])
-
-
-def drawn(algorithm: AnyAlgorithm, rounds: int, q: int, seed: int) -> int:
-    """Draw the iteration whose averaged point is the outcome, uniformly from all."""
-    t = 0
-    for _ in range(rounds):
-        t = span_from(algorithm, t, q).stop
-    return int(Streams(seed).at(Purpose.OUTPUT, 0, 0).integers(max(t, 1)))
-
-
-def size(fields: Fields) -> int:
-    """Return the bytes of what is sent."""
-    return sum(v.numel() * v.element_size() for v in fields.values())
-
-
-class Report(NamedTuple):
-    """What one client's round says beside its upload."""
-
-    loss: Tensor
-    moved: Tensor
-    """‖x_n − x_start‖², from which the drift is computed."""
-
-
-TAP = "tap."
-"""Beside an upload: the point after the iteration that was drawn for the outcome."""
-
-
-@dataclass
-class Program:
-    """One client's round: receive, q steps, send. It runs as it is, or vectorised over clients."""
-
-    problem: Any
-    algorithm: AnyAlgorithm
-    template: Any
-    span: Span
-    eager: bool
-    tap: int = -1
-    """After this iteration the point is reported too."""
-    watch: Callable[[int, Any, Tensor | None], None] | None = None
-    """Called after every step; for finding out where numbers went wrong."""
-    examples: int = 0
-    evaluations: int = 0
-    precision: torch.dtype | None = None
-    pieces: int = 1
-
-    def __call__(
-        self, shared: Fields, private: Fields, stale: Any, batches: Sequence[Batch], keys: Sequence[Tensor | None]
-    ) -> tuple[Fields, Fields, Report]:
-        """Return the upload, the new private fields and the report."""
-        s = self.begin(shared, private, stale)
-        losses, taps = [], {}
-        for t, batch, key in zip(range(*self.span), batches, keys):
-            tape = Tape()
-            s = self.algorithm.step(self.problem, s, self.sample(batch, key, tape), t)
-            self.examples += tape.examples
-            self.evaluations += tape.evaluations
-            if tape.loss is not None:
-                losses.append(tape.loss)
-            if t == self.tap:
-                taps[TAP] = getattr(s, self.algorithm.point)
-            if self.watch is not None:
-                self.watch(t, s, tape.loss)
-        return self.finish(s, shared, losses, taps)
-
-    def sample(self, batch: Batch, key: Tensor | None, tape: Tape) -> Sample:
-        """Return a batch with all that a problem wants to know of it."""
-        return Sample(batch, key, tape, self.eager, self.precision, self.pieces)
-
-    def begin(self, shared: Fields, private: Fields, stale: Any) -> Any:
-        """Take in the download."""
-        algorithm = self.algorithm
-        s = self.template._replace(**shared, **private)
-        if stale is not None:
-            fresh = algorithm.rejoin(s, self.span.start)
-            s = s._replace(**{k: torch.where(stale, getattr(fresh, k), getattr(s, k)) for k in algorithm.private})
-        return algorithm.receive(s, self.span.start)
-
-    def finish(self, s: Any, shared: Fields, losses: Sequence[Tensor], taps: Fields) -> tuple[Fields, Fields, Report]:
-        """Prepare the upload."""
-        algorithm = self.algorithm
-        x, x_start = getattr(s, algorithm.point), shared[algorithm.point]
-        loss = torch.stack(list(losses)).mean() if losses else x_start.new_zeros(())
-        report = Report(loss, ((x - x_start) ** 2).sum())
-        s = algorithm.send(s, self.span.stop)
-        return (
-            {k: getattr(s, k) for k in algorithm.shared} | dict(taps),
-            {k: getattr(s, k) for k in algorithm.private},
-            report,
-        )
+    def outcome(self, point: str, keep: str) -> Tensor:
+        """Return the point that the run returns; one that was never kept (no round had it) is the last."""
+        return self.kept.get(keep, self.shared[point])
 
 
 @dataclass(frozen=True)
-class Participation:
-    """Who takes part in a round: `of` clients by count (int) or probability (float), some of whom fail to answer."""
+class Rules:
+    """What the server needs to close rounds, the same for all of them."""
 
-    of: int | float | None = None
-    failures: float = 0.0
-
-    def check(self, clients: int) -> None:
-        """Refuse what cannot be."""
-        if isinstance(self.of, bool) or (isinstance(self.of, int) and not 1 <= self.of <= clients):
-            raise NestfedError(f"participation must be between 1 and {clients} clients, not {self.of}.")
-        if isinstance(self.of, float) and not 0 < self.of <= 1:
-            raise NestfedError(f"participation as a probability must lie in (0, 1], not {self.of:g}.")
-        if not 0 <= self.failures < 1:
-            raise NestfedError(f"failures must lie in [0, 1), not {self.failures:g}.")
-
-    def most(self, clients: int) -> int:
-        """Return how many clients a round may have, or has on average."""
-        if isinstance(self.of, float):
-            return max(1, round(self.of * clients))
-        return clients if self.of is None else self.of
-
-    def draw(self, streams: Streams, clients: int, round: int) -> tuple[list[int], list[int]]:
-        """Return the clients that are asked in this round, and those of them that answer."""
-        asked = list(range(clients))
-        if isinstance(self.of, int) and self.of < clients:
-            generator = streams.at(Purpose.PARTICIPATION, 0, round)
-            asked = sorted(generator.choice(clients, self.of, replace=False).tolist())
-        elif isinstance(self.of, float) and self.of < 1:
-            chances = streams.at(Purpose.PARTICIPATION, 0, round).random(clients)
-            asked = [n for n in asked if chances[n] < self.of]
-        answering = asked
-        if self.failures:
-            luck = streams.at(Purpose.FAILURE, 0, round).random(clients)
-            answering = [n for n in asked if luck[n] >= self.failures]
-        return asked, answering
+    problem: Problem
+    method: AnyAlgorithm
+    exchange: Exchange
+    clients: int
+    noise: Noise | None = None
+    noise_seed: int | None = None
+    """Without a seed the noise is secret."""
+    total_weight: float = 0.0
+    """The sum of all clients' weights, if they are not equal."""
 
 
-def dropout_keys(streams: Streams, ns: Sequence[int], span: Span, device: torch.device) -> Tensor:
-    """Return one key per client and iteration, shape (clients, iterations)."""
-    keys = [[int(streams.at(Purpose.DROPOUT, n, t).integers(2**62)) for t in range(span.start, span.stop)] for n in ns]
-    return torch.tensor(keys, dtype=torch.int64, device=device)
+def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Record:
+    """Turn a round's total into the next broadcast, advance the state, and return the round's record.
+
+    The state changes only when all is computed and finite: after an error it is still that of the last good round.
+    """
+    method, span = rules.method, order.span
+    loss: float | None = None
+    drift: float | None = 0.0
+    count = len(reply.answered)
+    if reply.dropped and not count and not rules.noise:
+        raise NestfedError(f"No client is left in round {state.round + 1}: {next(iter(reply.dropped.values()))}")
+    if count or rules.noise:  # noise comes also when nobody does, or its absence would say so
+        mean = _reduced(rules, state, reply)
+        tapped = mean.pop(TAP, None)
+        drift = None  # it is a spread about the mean
+        if rules.exchange.reduction.plain:
+            spread = mean[method.point] - state.shared[method.point]
+            drift = max(reply.moved / reply.weight - float(spread.square_().sum()), 0.0)
+        server, shared = method.server.update(state.server, state.shared, mean, _fraction(rules, reply))
+        shared = method.feasible(rules.problem, shared)
+        for k, v in (*shared.items(), *server.items()):
+            if not bool(torch.isfinite(v.sum())):
+                raise DivergedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")
+        state.server, state.shared = server, shared
+        if tapped is not None:
+            state.kept["uniform"] = tapped
+        state.examples += reply.examples
+        if math.isfinite(reply.loss) and not rules.noise:  # without noise it would reveal clients
+            loss = reply.loss / reply.weight
+    elif order.tapped:
+        state.kept["uniform"] = state.shared[method.point].clone()
+    up, down = rules.exchange.encoding.sizes(state.shared)
+    state.bytes_down += reply.downloads * down
+    state.bytes_up += count * up
+    state.advance(span.stop, reply.answered)
+    return state.record(loss, drift, count)
+
+
+def _reduced(rules: Rules, state: RunState, reply: Reply) -> dict[str, Tensor]:
+    """Return what takes the place of the mean of the uploads, field by field."""
+    reduction, encoding = rules.exchange.reduction, rules.exchange.encoding
+    if reduction.tabled:
+        whole = all(len(v) == len(reply.places) for v in reply.rows.values())
+        return {k: reduction.over(v if whole else v[sorted(reply.places)]) for k, v in reply.rows.items()}
+    if not reduction.clips:
+        return {k: v.div_(reply.weight) for k, v in reply.sums.items()}
+    base = state.shared if encoding.up else encoding.broadcast(state.shared)
+    if rules.noise is None:
+        return {k: base[k] + v.div_(reply.weight) for k, v in reply.sums.items()}
+    return rules.noise.mean(reply.sums, base, state.round, rules.noise_seed)
+
+
+def _fraction(rules: Rules, reply: Reply) -> float:
+    """Return the part of all clients that the mean speaks for."""
+    if rules.noise:
+        return rules.noise.rate
+    return reply.weight / (rules.total_weight or rules.clients)

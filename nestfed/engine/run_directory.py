@@ -1,92 +1,223 @@
-"""What a run writes down, and how it goes on from that: its history, its record, its checkpoints."""
+"""What a run writes, and how it resumes from that: its history, its record, its checkpoints, its progress."""
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
+from nestfed import metrics
 from nestfed.core import NestfedError
 from nestfed.engine import checkpoint
-from nestfed.engine.ranks import Group
-from nestfed.engine.record import Log
+from nestfed.engine.federation import Federation
+from nestfed.engine.options import Evaluation
+from nestfed.engine.progress import Progress
+from nestfed.engine.record import Log, metrics_of
 from nestfed.engine.record import read as read_record
-from nestfed.engine.round import Record, RunState
+from nestfed.engine.round import Record, Reply, RunState
 from nestfed.files import sweep
 
 
-class Diary:
-    """A run's history; with a directory also its record and its checkpoints, which the leading rank writes."""
+class Interrupted(NestfedError):
+    """The user stopped the run; what was done is saved."""
 
-    def __init__(self, path: Path | None, identity: str, group: Group, clients: int) -> None:
-        self.path, self.identity, self.group, self.clients = path, identity, group, clients
+
+class RunDirectory:
+    """A run's history; with a path also its record and its checkpoints, which the leading process writes."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        identity: str,
+        federation: Federation,
+        *,
+        point: str,
+        rounds: int,
+        evaluation: Evaluation,
+        checkpoint_every: int,
+        leads: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self.path, self.identity, self.federation, self.leads = path, identity, federation, leads
+        self.point, self.rounds, self.evaluation, self.every = point, rounds, evaluation, checkpoint_every
+        self.progress = progress
         self.history: list[Record] = []
+        self.laps: dict[str, float] = {}
+        """Seconds by what they were spent on."""
         self.saved = -1
         """Rounds that were over at the last checkpoint."""
+        self._written = 0
+        """Lines of the history that are in the record."""
         self._log: Log | None = None
+        self._dropped: set[int] = set()
+        self._interrupt = threading.Event()
 
-    def resume(self, state: RunState, place: torch.device) -> RunState:
-        """Return the state of the newest good checkpoint, or the given one if there is none, and open the record."""
+    # -- before and after
+
+    def resume(self, state: RunState, device: torch.device, grow: bool = False) -> RunState:
+        """Return the state of the newest good checkpoint, or the given one if there is none, and open the record.
+
+        With `grow` a checkpoint may be of fewer clients; the new ones have not taken part yet.
+        """
         if self.path is None:
             return state
-        found: RunState | None = None
-        if self.group.leads:
-            sweep(self.path)
-            found, passed_over = checkpoint.read(self.path, self.identity, place, state)
-            if found is None and not passed_over and (lost := _recorded(self.path / "record.jsonl")):
-                passed_over = [
-                    f"{self.path} has no checkpoint of its {lost} rounds: the run starts from the beginning."
-                ]
-            if found is not None and len(found.seen) != self.clients:
-                raise NestfedError(
-                    f"{self.path} holds the checkpoint of {len(found.seen)} clients, not {self.clients}."
-                )
-            for sentence in passed_over:
-                warnings.warn(sentence, stacklevel=3)
-        tables = state.private
-        found = self.group.scatter(found, self.clients, state)
-        if found is not None:
-            state, self.saved = found, found.round
-            if self.group.count == 1:
-                for k, v in tables.items():
-                    state.private[k] = v.copy_(state.private[k])
+        found: checkpoint.Saved | None = None
+        if self.leads:
+            found = self._newest(state, device, grow)
+        there = self.federation.agree(None if found is None else found.state)
+        if there is not None:
+            self.federation.restore({} if found is None else found.private)
+            state, self.saved = _on(there, device), there.round
             self.history = [r for r in read_record(self.path / "record.jsonl") if r["round"] <= state.round]
-        if self.group.leads:
+        if self.leads:
             self._log = Log(self.path / "record.jsonl", self.history)
+        self._written = len(self.history)
         return state
 
-    def add(self, record: Record) -> None:
-        """Write a round's line."""
-        self.history.append(record)
+    def _newest(self, state: RunState, device: torch.device, grow: bool) -> checkpoint.Saved | None:
+        assert self.path is not None
+        sweep(self.path)
+        like = checkpoint.Saved(state, dict(self.federation.own()))
+        found, passed_over = checkpoint.read(self.path, self.identity, device, like)
+        if found is None and not passed_over and (lost := _recorded(self.path / "record.jsonl")):
+            passed_over = [f"{self.path} has no checkpoint of its {lost} rounds: the run starts from the beginning."]
+        for sentence in passed_over:
+            warnings.warn(sentence, stacklevel=4)
+        clients = len(state.seen)
+        if found is not None and len(found.state.seen) != clients:
+            if not grow:
+                raise NestfedError(
+                    f"{self.path} holds the checkpoint of {len(found.state.seen)} clients, not {clients}."
+                )
+            new = torch.full((max(clients - len(found.state.seen), 0),), -1)
+            found.state.seen = torch.cat([found.state.seen, new])[:clients]
+        return found
+
+    def __enter__(self) -> Self:
+        if self.progress is not None:
+            self.progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.progress is not None:
+            self.progress.__exit__(kind, error, trace)
         if self._log is not None:
-            self._log.add(record)
+            self._log.close()
+
+    @contextmanager
+    def deferred_interrupt(self) -> Iterator[None]:
+        """Let Ctrl-C take effect between two rounds; a second one takes effect at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_signal(number: int, frame: Any) -> None:
+            self._interrupt.set()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        before = signal.signal(signal.SIGINT, on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    # -- what the loop calls
+
+    def close(self, record: Record, reply: Reply, seconds: float) -> None:
+        """Take in a finished round. Its line is written by `settle`, with its metrics if they are known by then."""
+        for name, more in (*reply.laps.items(), ("round", seconds)):
+            self.laps[name] = self.laps.get(name, 0.0) + more
+        for n in reply.dropped.keys() - self._dropped:  # once for each client, or a long run would say nothing else
+            self._dropped.add(n)
+            warnings.warn(f"{reply.dropped[n]} It is left out of this round.", stacklevel=2)
+        self.history.append(record)
+
+    def judged(self, state: RunState) -> bool:
+        """Return whether the metrics of this state are in the record already."""
+        return bool(self.history) and self.history[-1]["round"] == state.round and bool(metrics_of(self.history[-1]))
+
+    def judge(self, state: RunState, values: Mapping[str, float]) -> None:
+        """Add the metrics of a state to its line, and keep its point if it is the best."""
+        if not self.history or self.history[-1]["round"] != state.round:
+            self.history.append(state.record(None, None, 0))
+        self.history[-1] |= values
+        if self.evaluation.keep == "best" and values:
+            metric = metrics.find(self.evaluation.metric)
+            name = self.evaluation.metric if isinstance(self.evaluation.metric, str) else metric.name
+            if name not in values:
+                raise NestfedError(f"evaluation.metric is {name!r}, but the evaluation gives {', '.join(values)}.")
+            state.keep_best(state.shared[self.point], values[name], metric)
+        if self._written == len(self.history):  # the line was written before its metrics were known
+            self._rewrite()
+
+    def settle(self, state: RunState, over: bool) -> None:
+        """Write what is known of the rounds so far; save a checkpoint if one is due; stop if the user asked for it."""
+        for record in self.history[self._written :]:
+            if self._log is not None:
+                self._log.add(record)
+            if self.progress is not None:
+                self.progress.update(record, metrics_of(record))
+        self._written = len(self.history)
+        asked = self.federation.any(self._interrupt.is_set())
+        if state.round > self.saved and state.round and (over or asked or state.round % self.every == 0):
+            with self.lap("saving"):
+                self.save(state)
+        if asked and not over:
+            how = f"; run it again to resume from {self.path}" if self.path is not None else " (nothing is saved)"
+            raise Interrupted(f"Stopped after round {state.round} of {self.rounds}{how}.")
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        """Add the time that something takes."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.laps[name] = self.laps.get(name, 0.0) + time.perf_counter() - began
 
     def save(self, state: RunState) -> None:
         """Write a checkpoint."""
-        if self.path is not None:
-            whole = self.group.gather(state, self.clients)
-            if self._log is not None:
-                self._log.settle()
-                checkpoint.write(self.path, whole, self.identity)
-            self.saved = state.round
+        if self.path is None:
+            return
+        private = self.federation.private()
+        if self._log is not None:
+            self._log.settle()
+            checkpoint.write(self.path, state, private, self.identity)
+        self.saved = state.round
 
     def rescue(self, state: RunState) -> str:
         """Save what is good after a round that failed; return a sentence on where it is, if there is anything."""
         if self.path is None or not state.round:
             return ""
-        if not state.private:  # otherwise some clients are already in the round that failed
+        if not self.federation.own():  # otherwise some clients are already in the round that failed
             self.save(state)
         return f"The last good checkpoint is in {self.path}, after round {self.saved}." if self.saved >= 0 else ""
 
-    def close(self) -> None:
-        """Close the record."""
-        if self._log is not None:
+    def _rewrite(self) -> None:
+        if self._log is not None and self.path is not None:
             self._log.close()
+            self._log = Log(self.path / "record.jsonl", self.history)
+
+
+def _on(state: RunState, device: torch.device) -> RunState:
+    """Return a state with its fields on a device."""
+    for group in ("shared", "server", "kept"):
+        setattr(state, group, {k: v.to(device) for k, v in getattr(state, group).items()})
+    return state
 
 
 def _recorded(path: Path) -> int:
-    """Return how many rounds a record that nobody can go on from holds."""
+    """Return how many rounds a record holds that no checkpoint belongs to."""
     try:
         return max((int(r["round"]) for r in read_record(path)), default=0)
     except NestfedError:

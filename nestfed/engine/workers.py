@@ -16,30 +16,34 @@ from importlib import import_module
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError
-from nestfed.engine.local import Local, Share, Tally
+from nestfed.engine.local import Local
 from nestfed.engine.memory import table
-from nestfed.engine.round import TAP
+from nestfed.engine.program import TAP
+from nestfed.engine.round import Order, Reply
 
 
 class Workers:
     """Runs clients in worker processes."""
 
-    def __init__(self, local: Local, shared: Fields, private: dict[str, Tensor], count: int, most: int) -> None:
-        """Start the workers; `private` must lie in memory that forked processes share (`memory.table`).
+    def __init__(self, local: Local, shared: Fields, count: int, most: int) -> None:
+        """Start the workers. Their private fields must be in memory that forked processes share (`memory.table`).
 
-        `most` is how many clients may answer in a round.
+        `most` is the largest number of clients in a round.
         """
+        self._local = local
+        self.own, self.private, self.restore = local.own, local.private, local.restore
+        self.agree, self.any = local.agree, local.any
         self._shared = {k: table(tuple(v.shape), v.dtype) for k, v in shared.items()}
-        point = shared[local.algorithm.point]
+        point = shared[local.method.point]
         self._sums: list[dict[str, Tensor]] = []
         self._rows: dict[str, Tensor] = {}
-        if local.reduction.tabled:
+        if local.exchange.reduction.tabled:
             self._rows = {k: table((most, *v.shape), v.dtype) for k, v in shared.items()}
         for _ in range(count):
             sums = {k: table(tuple(v.shape), v.dtype) for k, v in shared.items() if not self._rows}
@@ -62,7 +66,6 @@ class Workers:
                     os.getpid(),
                     local,
                     self._shared,
-                    private,
                     self._sums[i],
                     self._rows,
                 ),
@@ -77,20 +80,22 @@ class Workers:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, shared: Fields, private: dict[str, Tensor], share: Share) -> Tally:
-        """Share the clients out, wait for all, add up."""
+    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
+        """Divide the clients among the workers, wait for all, add up."""
+        if not order.asked:
+            return self._local.run(order, shared)
         for k, v in shared.items():
             self._shared[k].copy_(v)
-        parts = _parts(share, len(self._pipes))
+        parts = _parts(order, len(self._pipes))
         waiting: dict[Connection, int] = {}
         for i, part in enumerate(parts):
             try:
                 self._pipes[i].send(part)
             except (BrokenPipeError, ConnectionResetError):
-                self._mourn(i, part)
+                self._report_death(i, part)
             waiting[self._pipes[i]] = i
             self.trips += 1
-        answers: dict[int, Tally] = {}
+        answers: dict[int, Reply] = {}
         while waiting:
             sentinels = {self._processes[i].sentinel: i for i in waiting.values()}
             ready = wait([*waiting, *sentinels])
@@ -103,35 +108,32 @@ class Workers:
                 try:
                     kind, value = self._pipes[i].recv()
                 except (EOFError, ConnectionResetError):
-                    self._mourn(i, parts[i])
+                    self._report_death(i, parts[i])
                 if kind == "mistake":
                     raise value
                 if kind == "crash":
                     raise RuntimeError(f"Worker {i + 1} failed:\n{value}")
                 answers[i] = value
                 del waiting[self._pipes[i]]
-        return self._total(share, [answers[i] for i in range(len(parts))])
+        return self._total(order, [answers[i] for i in range(len(parts))])
 
-    def _total(self, share: Share, answers: list[Tally]) -> Tally:
+    def _total(self, order: Order, answers: list[Reply]) -> Reply:
         """Add up in the workers' order, so that a run is the same every time."""
-        names = [k for k in self._sums[0] if k != TAP or share.span.start <= share.tap < share.span.stop]
-        rows = {k: v[: len(share.ns)] for k, v in self._rows.items()}  # until the next round
-        total = Tally({k: self._sums[0][k].clone() for k in names}, rows)
+        names = [k for k in self._sums[0] if k != TAP or order.tapped]
+        rows = {k: v[: len(order.asked)] for k, v in self._rows.items()}  # valid until the next round
+        total = Reply({k: self._sums[0][k].clone() for k in names}, rows)
+        total.downloads = len(order.asked)
         for i, answer in enumerate(answers):
             if i:
                 for k in names:
                     total.sums[k].add_(self._sums[i][k])
-            total.dropped |= answer.dropped
-            total.loss += answer.loss
-            total.moved += answer.moved
-            total.examples += answer.examples
-            total.evaluations += answer.evaluations
+            total.merge(answer)
             for name, seconds in answer.laps.items():
                 # Workers work at the same time: a round has the mean of their times.
                 total.laps[name] = total.laps.get(name, 0.0) + seconds / len(answers)
         return total
 
-    def _mourn(self, i: int, part: Share) -> None:
+    def _report_death(self, i: int, part: Order) -> NoReturn:
         process = self._processes[i]
         process.join(1)
         code = process.exitcode
@@ -142,7 +144,7 @@ class Workers:
         )
         hint = " (out of memory? run with fewer workers)" if code == -signal.SIGKILL else ""
         raise NestfedError(
-            f"Worker {i + 1} of {len(self._pipes)}, which ran clients {part.ns[0]}…{part.ns[-1]} in round "
+            f"Worker {i + 1} of {len(self._pipes)}, which ran clients {part.asked[0]}…{part.asked[-1]} in round "
             f"{part.round + 1}, {how}{hint}."
         )
 
@@ -157,17 +159,17 @@ class Workers:
                 process.join()
 
 
-def _parts(share: Share, count: int) -> list[Share]:
-    """Cut a share into as many of nearly equal size, or fewer if there are not enough clients."""
-    total = len(share.ns)
+def _parts(order: Order, count: int) -> list[Order]:
+    """Cut an order into parts of nearly equal size, at most one for each client."""
+    total = len(order.asked)
     count = min(count, total)
     edges = [i * total // count for i in range(count + 1)]
-    return [share._replace(ns=share.ns[a:b], stale=share.stale[a:b], at=share.at + a) for a, b in pairwise(edges)]
+    return [order.part(a, b) for a, b in pairwise(edges)]
 
 
 def _serve(
-    pipe: Connection, others: list[Connection], parent: int, local: Local, shared: Fields, private: dict[str, Tensor],
-    sums: dict[str, Tensor], rows: dict[str, Tensor],
+    pipe: Connection, others: list[Connection], parent: int, local: Local, shared: Fields, sums: dict[str, Tensor],
+    rows: dict[str, Tensor],
 ) -> None:  # fmt: skip
     """Work until the parent closes the pipe."""
     _die_with(parent)
@@ -176,22 +178,22 @@ def _serve(
     for other in others:  # an inherited end would keep a pipe open after its owner's death
         other.close()
     torch.set_num_threads(1)
-    with torch.no_grad():
-        while True:
-            try:
-                share = pipe.recv()
-            except (EOFError, OSError):
-                return
-            try:
-                for v in sums.values():
-                    v.zero_()
-                tally = local.run(shared, private, share, Tally(sums, rows))
-                tally.sums = tally.rows = {}  # they are where the parent sees them
-                pipe.send(("done", tally))
-            except NestfedError as error:
-                pipe.send(("mistake", error))
-            except Exception:
-                pipe.send(("crash", traceback.format_exc()))
+    while True:
+        try:
+            order = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            for v in sums.values():
+                v.zero_()
+            reply = Reply(sums, rows)
+            local.work(order, shared, reply)
+            reply.sums = reply.rows = {}  # they are where the parent sees them
+            pipe.send(("done", reply))
+        except NestfedError as error:
+            pipe.send(("mistake", error))
+        except Exception:
+            pipe.send(("crash", traceback.format_exc()))
 
 
 def _die_with(parent: int) -> None:

@@ -1,0 +1,113 @@
+"""The loop over rounds, for simulations and deployments alike.
+
+`rounds` is a generator: it yields the work of a round and receives the reply, so whoever drives it decides where clients
+are. It owns participation, evaluation, the record, checkpoints, progress and interrupts; no federation can lack them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+from nestfed.core import Fields, NestfedError
+from nestfed.data.random import Purpose, Streams
+from nestfed.engine.federation import Federation
+from nestfed.engine.options import Evaluation
+from nestfed.engine.program import span_from
+from nestfed.engine.round import Order, Reply, Rules, RunState, close_round
+from nestfed.engine.run_directory import Interrupted, RunDirectory
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the loop asks of a federation."""
+
+    order: Order
+    shared: Fields
+    evaluate: bool
+    """The clients evaluate the broadcast."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run: how rounds are closed, how many there are, who evaluates."""
+
+    rules: Rules
+    rounds: int
+    q: int
+    seed: int
+    evaluation: Evaluation
+    evaluate: Callable[[RunState], Mapping[str, float]] | None = None
+    """Evaluates the state here; None if the clients evaluate the broadcast, or nobody does."""
+    clients_evaluate: bool = False
+
+    def tap(self) -> int:
+        """Return the iteration whose averaged point is returned, drawn uniformly from all; −1 without keep = "uniform"."""
+        if self.evaluation.keep != "uniform":
+            return -1
+        t = 0
+        for _ in range(self.rounds):
+            t = span_from(self.rules.method, t, self.q).stop
+        return int(Streams(self.seed).at(Purpose.OUTPUT, 0, 0).integers(max(t, 1)))
+
+    def order(self, state: RunState, tap: int, train: bool) -> Order:
+        """Return what the next round asks for."""
+        rules = self.rules
+        asked = rules.exchange.draw(Streams(self.seed), rules.clients, state.round) if train else []
+        span = span_from(rules.method, state.t, self.q)
+        return Order(state.round, span, asked, state.seen[asked].tolist(), tap)
+
+
+def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, Reply, None]:
+    """Advance the state round by round until the plan is fulfilled."""
+    tap = plan.tap()
+    if 0 <= tap < state.t and "uniform" not in state.kept:
+        raise NestfedError(
+            f"evaluation.keep = 'uniform' needs a run from its start, but {book.path} holds one without it."
+        )
+    while True:
+        over = state.round >= plan.rounds
+        due = plan.evaluation.due(state.round, over)
+        if due and plan.evaluate is not None and not book.judged(state):
+            with book.lap("evaluation"):
+                book.judge(state, plan.evaluate(state))
+        book.settle(state, over)
+        ask = due and plan.clients_evaluate
+        if over and not ask:
+            return
+        order = plan.order(state, tap, train=not over)
+        began = perf_counter()
+        reply = yield Work(order, state.shared, ask)
+        if ask:
+            book.judge(state, reply.metrics)
+        if over:
+            return
+        with reply.lap("averaging"):
+            record = close_round(plan.rules, state, order, reply)
+        seconds = perf_counter() - began
+        state.seconds += seconds
+        record["seconds"] = round(state.seconds, 6)
+        book.close(record, reply, seconds)
+
+
+def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirectory) -> None:
+    """Run a plan's rounds on a federation. After an error, what is good is saved and the error says where."""
+    loop = rounds(plan, state, book)
+    try:
+        work = next(loop, None)
+        while work is not None:
+            work = _send(loop, federation.run(work.order, work.shared, work.evaluate))
+    except Interrupted:
+        raise
+    except NestfedError as error:
+        if where := book.rescue(state):
+            raise type(error)(f"{error} {where}") from error
+        raise
+
+
+def _send(loop: Generator[Work, Reply, None], reply: Reply) -> Work | None:
+    try:
+        return loop.send(reply)
+    except StopIteration:
+        return None

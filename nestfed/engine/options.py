@@ -1,0 +1,169 @@
+"""The options of a run, declared once: they are arguments of `simulate` and tables of an experiment file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nestfed.core import NestfedError
+from nestfed.data.random import Purpose, Streams
+from nestfed.engine.encode import Encoding
+from nestfed.engine.reduce import Reduction
+from nestfed.metrics import Metric
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When a run is evaluated, and which point it returns: the table [evaluation]."""
+
+    every: int = 1
+    """Evaluate after every so many rounds, and after the last."""
+    keep: str = "last"
+    """The point that is returned: last, uniform (drawn from all averaged iterates) or best (by `metric`)."""
+    metric: str | Metric = ""
+    """The metric that decides: for keep = "best", for tuning and in tables."""
+
+    def __post_init__(self) -> None:
+        _whole("evaluation.every", self.every, 1)
+        _one_of("evaluation.keep", self.keep, ("last", "uniform", "best"))
+
+    def due(self, round: int, over: bool) -> bool:
+        """Return whether the state after this many rounds is evaluated."""
+        return over or round % self.every == 0
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Client-level differential privacy: clip each client's change, add Gaussian noise to the sum."""
+
+    clip: float
+    """The largest norm of a client's change, over all shared fields jointly."""
+    noise: float
+    """The noise on the sum of the changes, in multiples of `clip`."""
+
+    def __post_init__(self) -> None:
+        for name in ("clip", "noise"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise NestfedError(f"exchange.privacy.{name} must be a finite number above 0, not {value!r}.")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Who takes part in a round and what crosses the network: the table [exchange]."""
+
+    count: int = 0
+    """Clients that are asked in a round, drawn at random; 0 = all."""
+    share: float = 1.0
+    """The probability with which each client is asked in a round."""
+    failures: float = 0.0
+    """The probability that a client that was asked does not answer (simulation only)."""
+    weights: str = "equal"
+    """How clients are weighted in the mean: equal, or examples (by their training examples)."""
+    encode: str = ""
+    """Send fewer bits: float16, bfloat16 or int8 for uploads; int8/float16 rounds downloads too."""
+    reduce: str = "mean"
+    """What replaces the mean over clients: median, trimmed:SHARE, or clip:NORM (the mean of clipped changes)."""
+    privacy: Gaussian | None = None
+    """Differential privacy for clients; the run reports ε."""
+    on_nan: str = "stop"
+    """What happens when a client's numbers become infinite or NaN: stop the run, or drop the client from the round."""
+
+    def __post_init__(self) -> None:
+        _whole("exchange.count", self.count, 0)
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+            raise NestfedError(f"exchange.share must be in (0, 1], not {self.share!r}.")
+        if self.count and self.share < 1:
+            raise NestfedError("exchange.count and exchange.share exclude each other: set one of them.")
+        if not 0 <= self.failures < 1:
+            raise NestfedError(f"exchange.failures must be in [0, 1), not {self.failures!r}.")
+        _one_of("exchange.weights", self.weights, ("equal", "examples"))
+        _one_of("exchange.on_nan", self.on_nan, ("stop", "drop"))
+        if self.weights != "equal" and (self.reduce != "mean" or self.privacy):
+            raise NestfedError("exchange.weights = 'examples' needs exchange.reduce = 'mean' and no privacy.")
+        if self.privacy and self.reduce != "mean":
+            raise NestfedError(f"exchange.privacy is a clipped mean: leave exchange.reduce out, not {self.reduce!r}.")
+        if self.privacy and self.count:
+            raise NestfedError(
+                "exchange.privacy is accounted for when all clients take part, or each with a probability: set "
+                f"exchange.share instead of exchange.count = {self.count}."
+            )
+        _ = self.encoding, self.reduction  # they reject what they cannot read
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """How uploads and downloads are rounded."""
+        return Encoding.parse(self.encode)
+
+    @cached_property
+    def reduction(self) -> Reduction:
+        """How uploads are combined."""
+        return Reduction("clip", self.privacy.clip) if self.privacy else Reduction.parse(self.reduce)
+
+    def check(self, clients: int) -> None:
+        """Reject a count that this many clients do not have."""
+        if self.count > clients:
+            raise NestfedError(f"exchange.count must be at most the number of clients, {clients}, not {self.count}.")
+
+    def participants(self, clients: int) -> int:
+        """Return how many clients are asked in a round, or on average."""
+        return self.count or max(1, round(self.share * clients))
+
+    def draw(self, streams: Streams, clients: int, round: int) -> list[int]:
+        """Return the clients that are asked in a round."""
+        everybody = list(range(clients))
+        if 0 < self.count < clients:
+            generator = streams.at(Purpose.PARTICIPATION, 0, round)
+            return sorted(generator.choice(clients, self.count, replace=False).tolist())
+        if self.share < 1:
+            chances = streams.at(Purpose.PARTICIPATION, 0, round).random(clients)
+            return [n for n in everybody if chances[n] < self.share]
+        return everybody
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How clients are run: the table [execution]. It changes no number beyond rounding, except `precision`."""
+
+    mode: str = "auto"
+    """vmap (clients in one vectorised call, in chunks), loop (one after another), or auto (vmap for small dense models)."""
+    workers: int = 0
+    """Processes that share the clients; 0 = automatic."""
+    compile: bool = False
+    """Compile vectorised steps: takes some seconds, then small dense problems are several times faster."""
+    device: str = "cpu"
+    """The device of torch that clients are run on."""
+    precision: str = "full"
+    """full, or bf16: compute matrix products and convolutions in 16 bits; state keeps its own type."""
+    accumulate: int = 1
+    """Evaluate every batch in this many pieces, when it does not fit into memory as a whole."""
+    memory_gb: float = 0.0
+    """Keep clients' private fields on disk beyond this size; 0 = half of the machine's memory."""
+    checkpoint_every: int = 10
+    """Rounds between checkpoints."""
+    profile: bool = False
+    """Measure where the time goes."""
+
+    def __post_init__(self) -> None:
+        _one_of("execution.mode", self.mode, ("auto", "vmap", "loop"))
+        _one_of("execution.precision", self.precision, ("full", "bf16"))
+        _whole("execution.workers", self.workers, 0)
+        _whole("execution.accumulate", self.accumulate, 1)
+        _whole("execution.checkpoint_every", self.checkpoint_every, 1)
+        if not 0 <= self.memory_gb < math.inf:
+            raise NestfedError(f"execution.memory_gb must be at least 0, not {self.memory_gb!r}.")
+        if self.compile and self.mode == "loop":
+            raise NestfedError("execution.compile needs vectorised clients: set execution.mode to vmap or auto.")
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise NestfedError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.")

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Batch, DivergedError, Fields, NestfedError
-from nestfed.data.clients import Clients, draw
+from nestfed.core import Clients, Data, DivergedError, Fields, NestfedError, Tape
 from nestfed.data.random import Streams
 from nestfed.engine.encode import RESIDUAL, Encoding
 from nestfed.engine.reduce import Reduction
 from nestfed.engine.round import TAP, AnyAlgorithm, Program, Report, Span, dropout_keys
-from nestfed.problems.base import Tape
 from nestfed.problems.flat import channels_last
 
 WIDEST = 256
@@ -113,7 +111,7 @@ class Local:
     def __post_init__(self) -> None:
         self.streams = Streams(self.seed)
         # Convolutions on a processor are up to twice as fast with the channels innermost; measured, not for vmap.
-        self.planar = not self.vectorised and self.problem.flat.planar and self.device.type == "cpu"
+        self.planar = not self.vectorised and self.problem.planar and self.device.type == "cpu"
         self._step = torch.compile(self._steps) if self.compiled else self._steps
         self.compiling = 0.0
 
@@ -142,9 +140,9 @@ class Local:
             precision=self.precision, pieces=self.pieces,
         )  # fmt: skip
         with tally.lap("drawing"):
-            batches = draw(self.clients, ns, range(*span))
+            batches = self.clients.draw(ns, range(*span))
             keys: list[Any] = [None] * (span.stop - span.start)
-            if self.problem.flat.random:
+            if self.problem.random:
                 keys = list(dropout_keys(self.streams, ns, span, self.device).unbind(1))
             stale = torch.tensor(late[part], device=self.device) if any(late[part]) else None
         rows = [n - self.first for n in ns]
@@ -209,7 +207,7 @@ class Local:
         except NestfedError:
             raise
         except Exception as error:
-            label = getattr(self.clients, "label", str)
+            label = self.clients.label
             who = f"client {label(ns[0])}" if len(ns) == 1 else f"clients {label(ns[0])} to {label(ns[-1])}"
             reason = " ".join(str(error).split("\n\n")[0].split())
             raise NestfedError(
@@ -231,7 +229,7 @@ class Local:
         return {**upload, **self.encoding.unpack(packed, whole, list(fields))}
 
     def _together(
-        self, program: Program, shared: Fields, mine: Fields, stale: Any, batches: Sequence[Batch], keys: Sequence[Any]
+        self, program: Program, shared: Fields, mine: Fields, stale: Any, batches: Sequence[Data], keys: Sequence[Any]
     ) -> tuple[Fields, Fields, Report]:
         """Run the clients' whole round in one vectorised call."""
         run = torch.vmap(
@@ -242,7 +240,7 @@ class Local:
         return run(shared, mine, stale, batches, keys)
 
     def _compiled(
-        self, program: Program, shared: Fields, mine: Fields, stale: Any, batches: Sequence[Batch], keys: Sequence[Any]
+        self, program: Program, shared: Fields, mine: Fields, stale: Any, batches: Sequence[Data], keys: Sequence[Any]
     ) -> tuple[Fields, Fields, Report]:
         """Run the round step by step, each step vectorised and compiled.
 
@@ -274,11 +272,11 @@ class Local:
                 taps[TAP] = getattr(s, self.algorithm.point)
         return torch.vmap(program.finish)(s, wide, losses, taps)
 
-    def _steps(self, s: Any, batch: Batch, key: Any, t: int) -> tuple[Any, Tensor | None, int, int]:
+    def _steps(self, s: Any, batch: Data, key: Any, t: int) -> tuple[Any, Tensor | None, int, int]:
         """Take one step at all clients."""
         tape = Tape()
 
-        def step(s: Any, batch: Batch, key: Any) -> tuple[Any, Tensor | None]:
+        def step(s: Any, batch: Data, key: Any) -> tuple[Any, Tensor | None]:
             program = Program(
                 self.problem, self.algorithm, self.template, Span(0, 0), False,
                 precision=self.precision, pieces=self.pieces,
@@ -307,7 +305,7 @@ class Local:
         keys: Any,
     ) -> str:  # fmt: skip
         """Run a client's round again and tell the first number that went wrong; it is the i-th of the batches."""
-        where = f"at client {getattr(self.clients, 'label', str)(n)}"
+        where = f"at client {self.clients.label(n)}"
         watched = _Wrapped(self.problem, _watched)
         mine = {k: v[n - self.first] for k, v in private.items()}
         now = program.span.start

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestfed.core import Algorithm, Batch, Fields, NestfedError
+from nestfed.core import Algorithm, Batch, Data, Fields, NestfedError, Tape
 from nestfed.data.random import Purpose, Streams
-from nestfed.problems.base import Sample, Tape
 
 AnyAlgorithm = Algorithm[Any, Any]
 Record = dict[str, Any]
@@ -150,7 +149,7 @@ class Program:
     pieces: int = 1
 
     def __call__(
-        self, shared: Fields, private: Fields, stale: Any, batches: Sequence[Batch], keys: Sequence[Tensor | None]
+        self, shared: Fields, private: Fields, stale: Any, batches: Sequence[Data], keys: Sequence[Tensor | None]
     ) -> tuple[Fields, Fields, Report]:
         """Return the upload, the new private fields and the report."""
         s = self.begin(shared, private, stale)
@@ -168,9 +167,9 @@ class Program:
                 self.watch(t, s, tape.loss)
         return self.finish(s, shared, losses, taps)
 
-    def sample(self, batch: Batch, key: Tensor | None, tape: Tape) -> Sample:
+    def sample(self, data: Data, key: Tensor | None, tape: Tape) -> Batch:
         """Return a batch with all that a problem wants to know of it."""
-        return Sample(batch, key, tape, self.eager, self.precision, self.pieces)
+        return Batch(data, key, tape, self.eager, self.precision, self.pieces)
 
     def begin(self, shared: Fields, private: Fields, stale: Any) -> Any:
         """Take in the download."""

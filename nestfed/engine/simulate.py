@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nestfed.core import DivergedError, Fields, NestfedError, refuse_mismatch
-from nestfed.data.clients import Clients
+from nestfed.core import Clients, DivergedError, Fields, NestfedError, as_clients, refuse_mismatch
 from nestfed.data.random import Streams
 from nestfed.engine import memory
 from nestfed.engine.encode import RESIDUAL, Encoding
@@ -141,10 +140,8 @@ def simulate(
     promise = blur.statement(rounds, algorithm.shared) if blur else ""
     place = torch.device(device)
     group = Group.join(place)
-    problem.flat.to(place)
-    for adapt, value in (("seeded", seed), ("to", place)):
-        if hasattr(clients, adapt):
-            clients = getattr(clients, adapt)(value)
+    problem.to(place)
+    clients = as_clients(clients).seeded(seed).to(place)
     start = problem.x0 if x0 is None else x0.detach().to(problem.x0)
     if start.shape != problem.x0.shape:
         raise NestfedError(f"x0 has shape {tuple(start.shape)}, but the model has {problem.x0.numel()} parameters.")
@@ -429,12 +426,7 @@ def _vectorise(mode: str, compile: bool, problem: Any, clients: Clients) -> bool
     """
     if mode != "auto" or compile:
         return mode != "loop"
-    model = problem.flat.source
-    heavy = isinstance(model, nn.Module) and any(
-        isinstance(m, nn.modules.conv._ConvNd | nn.RNNBase) for m in model.modules()
-    )
-    alike = getattr(clients, "alike", True)
-    return len(clients) > 1 and not heavy and alike and problem.x0.numel() <= SMALL
+    return len(clients) > 1 and not problem.heavy and clients.alike and problem.x0.numel() <= SMALL
 
 
 def _processes(workers: int, vectorised: bool, problem: Any, device: torch.device, participants: int) -> int:

@@ -1,16 +1,21 @@
-"""The nouns that everything else is made of: problem kinds, algorithm, server, schedules. No torch at run time."""
+"""The nouns that everything else is made of: batch, problem, clients, algorithm, server, schedule.
+
+An engine asks a problem, clients and a method for nothing that is not declared here. Importing this module does not
+import torch.
+"""
 
 from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __version__ = "0.2.0"
@@ -18,8 +23,8 @@ __version__ = "0.2.0"
 Fields = Mapping[str, "Tensor"]
 """Named flat vectors: what a server holds and what crosses the network."""
 
-Batch = Any
-"""What `clients.sample(n, t)` returns: a tensor, or tuples and dictionaries of tensors."""
+Data = Any
+"""What `clients.sample(n, t)` returns: a tensor, or tuples, lists and dictionaries of tensors."""
 
 Schedule = float | Callable[[int], float]
 """A hyper-parameter: a number, or a function of the iteration t."""
@@ -182,17 +187,190 @@ def _label(owner: object) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What an algorithm may ask of a problem
+# What a step and a problem receive
+
+
+@dataclass
+class Tape:
+    """The cost of one step's evaluations, and the loss that they saw."""
+
+    examples: int = 0
+    evaluations: int = 0
+    loss: Tensor | None = None
+
+    def note(self, examples: int, loss: Tensor | None = None) -> None:
+        """Add one evaluation; the first loss is the one at the current point."""
+        self.examples += examples
+        self.evaluations += 1
+        if self.loss is None and loss is not None:
+            self.loss = loss.detach()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One client's data at one iteration, with what the engine says about them."""
+
+    data: Data
+    """What `clients.sample(n, t)` returned."""
+    key: Tensor | None = None
+    """The seed of this batch's random numbers, such as dropout masks; only for a problem that is `random`."""
+    tape: Tape = field(default_factory=Tape)
+    """Where evaluations are counted."""
+    eager: bool = False
+    """No function transform surrounds the call, so plain autograd (which is faster) may be used."""
+    precision: torch.dtype | None = None
+    """The dtype in which to compute matrix products and convolutions, if it is not that of the state."""
+    pieces: int = 1
+    """Evaluate the batch in this many pieces, one after another, because it does not fit as a whole."""
+
+    def note(self, examples: int, loss: Tensor | None = None) -> None:
+        """Count one evaluation on this many examples, and record the loss if it is known.
+
+        If a problem notes nothing in a step, the engine counts the batch's leading size
+        (`nestfed.problems.base.leading`) and records no loss.
+        """
+        self.tape.note(examples, loss)
+
+
+def as_batch(data: Batch | Data) -> Batch:
+    """Return a `Batch`; plain data get no key and a tape of their own."""
+    return data if isinstance(data, Batch) else Batch(data)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What an engine may ask of clients
+
+
+class Clients(ABC):
+    """Who holds the data, and the batch that each client draws at each iteration.
+
+    `__len__` and `sample` are all that clients must have.
+    """
+
+    alike: bool = True
+    """The batches of all clients have one shape, so clients may be vectorised."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of clients."""
+
+    @abstractmethod
+    def sample(self, n: int, t: int) -> Data:
+        """Return client n's batch at iteration t: the same one whenever and wherever it is asked for."""
+
+    def seeded(self, seed: int) -> Self:
+        """Return these clients with the seed of a run; clients that draw no random numbers return themselves."""
+        return self
+
+    def to(self, device: torch.device) -> Self:
+        """Return these clients with their data on a device."""
+        return self
+
+    def label(self, n: int) -> str:
+        """Return client n's name, for messages and reports."""
+        return str(n)
+
+    def examples(self, n: int) -> int:
+        """Return the number of client n's training rows; 0 if it is unknown."""
+        return 0
+
+    def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
+        """Return for every iteration in ts the batches of the clients ns, stacked along a new first axis."""
+        return [_stack([self.sample(n, t) for n in ns], ns) for t in ts]
+
+
+def _stack(batches: list[Data], ns: Sequence[int]) -> Data:
+    import torch
+    from torch.utils._pytree import tree_map
+
+    try:
+        return tree_map(lambda *leaves: torch.stack(leaves), *batches)
+    except TypeError as error:
+        raise NestfedError(
+            f"The batch of client {ns[0]} holds something that is not a tensor: sample must return tensors, or tuples, "
+            "lists and dictionaries of tensors."
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        raise NestfedError(
+            f"The batches of clients {ns[0]}…{ns[-1]} differ in shape, so they cannot be vectorised; use mode='loop'."
+        ) from error
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """The least that clients can be; `as_clients` makes `Clients` of it."""
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+
+    def sample(self, n: int, t: int) -> Data:
+        """Return client n's batch at iteration t."""
+
+
+class _Sampled(Clients):
+    """Clients around an object with just `__len__` and `sample`."""
+
+    def __init__(self, source: Sampler) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sample(self, n: int, t: int) -> Data:
+        return self.source.sample(n, t)
+
+
+def as_clients(clients: object) -> Clients:
+    """Return `Clients`: these, or a wrapper around an object that has `__len__` and `sample`."""
+    if isinstance(clients, Clients):
+        return clients
+    kind = type(clients).__name__
+    if not isinstance(clients, Sampler):
+        missing = "sample(n, t)" if isinstance(clients, Sized) else "__len__"
+        raise NestfedError(f"{kind} has no {missing}, but clients need __len__ and sample(n, t).")
+    more = sorted({name for name in vars(Clients) if not name.startswith("_")} & set(dir(clients)) - {"sample"})
+    if more:
+        raise NestfedError(f"{kind} has {', '.join(more)} but is not a nestfed.core.Clients: subclass it.")
+    return _Sampled(clients)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What an algorithm and an engine may ask of a problem
 
 
 class Problem(ABC):
-    """What is minimised. A problem of one of the three kinds below answers an algorithm's questions."""
+    """What is minimised. A problem of one of the kinds below answers an algorithm's questions.
+
+    A problem is pure: the same call gives the same numbers. Under vmap its tensors are one client's.
+    """
 
     kinds: ClassVar[str]
+    random: bool = False
+    """Evaluations draw random numbers (dropout), so batches need keys."""
+    planar: bool = False
+    """The model has 2-d convolutions, which are faster with the channels last."""
+    heavy: bool = False
+    """The model has convolutions or recurrences, which are slower when vectorised over clients."""
+
+    @property
+    @abstractmethod
+    def x0(self) -> Tensor:
+        """The starting point, one flat vector of floats."""
 
     def project(self, x: Tensor) -> Tensor:
         """Return the nearest point of the feasible set; all of space unless the problem says otherwise."""
         return x
+
+    def bind(self, x: Tensor, *, train: bool = False) -> Any:
+        """Return the model at x, which `evaluate` receives; x itself unless the problem has a module."""
+        return x
+
+    def module(self, x: Tensor) -> Any:
+        """Return what the user gets at the end of a run: a model that owns its parameters, or a copy of x."""
+        return x.detach().clone()
+
+    def to(self, device: torch.device) -> None:  # noqa: B027 - by default there is nothing to move
+        """Move what the problem owns, x0 included, to a device."""
 
 
 class Differentiable(Problem):
@@ -202,7 +380,11 @@ class Differentiable(Problem):
 
     @abstractmethod
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
-        """Return the stochastic gradient at x on this batch."""
+        """Return the stochastic gradient at x on `batch.data`."""
+
+    def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor | None:
+        """Return the number that `grad` is the gradient of, or None if there is none; `check_problem` compares."""
+        return None
 
 
 class Composed(Differentiable):
@@ -245,6 +427,10 @@ class Saddle(Problem):
     def project_dual(self, w: Tensor) -> Tensor:
         """Return the nearest feasible w."""
         return w
+
+    def loss_at(self, theta: Tensor, w: Tensor, data: Data, *, train: bool = False) -> Tensor | None:
+        """Return the number that `grads` are the gradients of, or None if unknown; `check_problem` compares."""
+        return None
 
 
 class SolvableSaddle(Saddle):

@@ -14,9 +14,9 @@ import torch
 from nestfed_papers.toys import ToyClients
 from torch import Tensor
 
-from nestfed.core import Batch, SolvableSaddle
+from nestfed.core import Batch, Data, SolvableSaddle, as_batch
 from nestfed.engine.simulate import simulate
-from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize, as_sample
+from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
 D, P, B, M, TASKS, SAMPLED = 3, 4, 2, 3, 4, 2
 SEED = 5
@@ -57,7 +57,7 @@ def plain(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     """E √(1 + (aᵀx − y)²), convex."""
     problem = Minimize(lambda x, batch: soft(batch[0] @ x - batch[1]).mean(), start(dtype))
 
-    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
         return noise[0] + own[0][:, None], noise[1] + own[1]
 
     own = (constants(N, D, seed=1).to(dtype), constants(N, 1, seed=2).to(dtype))
@@ -78,7 +78,7 @@ def conditional(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
         model=start(dtype),
     )
 
-    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
         a = noise[0] + own[0][:, None]
         return (a, noise[1] + own[1]), a[:, :, None] + 0.7 * noise[2]
 
@@ -109,7 +109,7 @@ def compositional(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
         inner_dim=P,
     )
 
-    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
         return own[0][:, None] + noise[0], own[1][:, None] + 0.5 * noise[1]
 
     own = (constants(N, P, seed=1).to(dtype), constants(N, P, D, seed=2).to(dtype))
@@ -133,23 +133,23 @@ class Tasked(Compositional):
     tasks = TASKS
 
     def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        sample = as_sample(batch)
-        sample.tape.note(SAMPLED)
+        sample = as_batch(batch)
+        sample.note(SAMPLED)
         value, pull = torch.func.vjp(lambda y: torch.tanh(sample.data[2] @ y), x)
         return value, lambda v: pull(v / SAMPLED)[0]
 
     def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
-        r = u - as_sample(batch).data[1]
+        r = u - as_batch(batch).data[1]
         return r / soft(r)
 
     def which(self, batch: Batch) -> Tensor:
-        return as_sample(batch).data[0]
+        return as_batch(batch).data[0]
 
 
 def tasked(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     problem = Tasked(lambda u, outer: u.sum(), lambda x, inner: x, start(dtype), inner_dim=P)
 
-    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
         which = noise[0].argsort(1)[:, :SAMPLED]
         rows = torch.arange(len(which))[:, None]
         return which, own[0][rows, which] + noise[1], own[1][rows, which] + 0.5 * noise[2]
@@ -182,7 +182,7 @@ class Solvable(Minimax, SolvableSaddle):
     """A minimax problem whose best w is tanh(Cθ)."""
 
     def best_dual(self, theta: Tensor, batch: Batch) -> Tensor:
-        return torch.tanh(as_sample(batch).data[2] @ theta)
+        return torch.tanh(as_batch(batch).data[2] @ theta)
 
 
 def minimax(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
@@ -196,7 +196,7 @@ def minimax(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
         w0,
     )
 
-    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
         return noise[0] + own[0][:, None], noise[1] + own[1], own[2] + 0.3 * noise[2]
 
     own = tuple(constants(N, *s, seed=i).to(dtype) for i, s in enumerate(((D,), (1,), (2, D))))

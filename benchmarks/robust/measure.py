@@ -17,7 +17,7 @@ import itertools
 import json
 import warnings
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,9 @@ from torch import Tensor, nn
 
 from nestfed import AUPRC, AUROC, Examples, Pairs, simulate
 from nestfed.algorithms import build
-from nestfed.core import Algorithm, NestfedError
+from nestfed.core import Algorithm, Clients, NestfedError, as_batch
 from nestfed.data.partition import even
 from nestfed.metrics import auroc, average_precision
-from nestfed.problems.base import as_sample
 
 HERE = Path(__file__).parent
 CLIENTS, ROUNDS, Q = 20, 24, 5
@@ -41,12 +40,11 @@ ATTACKS = ("scaled", "flipped", "stale", "nan")
 
 
 @dataclass(frozen=True)
-class Marked:
+class Marked(Clients):
     """Clients whose batches say whether their client is a bad one."""
 
     held: Any
     bad: frozenset[int]
-    alike: bool = True
 
     def __len__(self) -> int:
         return len(self.held)
@@ -88,9 +86,9 @@ class Hostile(Algorithm[Any, Any]):
         return s._replace(**{k: v for k, v in after._asdict().items() if k in s._fields})
 
     def step(self, problem: Any, s: Any, batch: Any, t: int) -> Any:
-        sample = as_sample(batch)
+        sample = as_batch(batch)
         data, bad = sample.data
-        after = self.inner.step(problem, s, sample._replace(data=data), t)
+        after = self.inner.step(problem, s, replace(sample, data=data), t)
         return self._taken(s, after)._replace(bad=bad.to(s.bad.dtype))
 
     def receive(self, s: Any, t: int) -> Any:

@@ -110,14 +110,13 @@ def time_work(name: str, rounds: int) -> dict[str, Any]:
     from works import build
 
     from nestfed import simulate
-    from nestfed.data.clients import draw
 
     torch.set_num_threads(CORES)
     work = build(name)
     chosen = list(range(len(work.clients)))[: work.participation]
     limit = None
     if work.gradient is not None:
-        drawn = [draw(work.clients, [n], range(work.q)) for n in chosen]
+        drawn = [work.clients.draw([n], range(work.q)) for n in chosen]
         batches = [tree_map(lambda leaf: leaf[0].clone(), b) for each in drawn for b in each]
         limit = Limit(work.gradient, batches, work.evaluations)
         limit.round()

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Batch, NestfedError
+from nestfed.core import Clients, Data, NestfedError
 from nestfed.data.random import Purpose, Streams
 
 Size = int | Callable[[int], int]
 """A batch size: a number, or a function of the iteration (a large first batch, say)."""
-
-
-class Clients(Protocol):
-    """All that an engine needs to know of clients."""
-
-    def __len__(self) -> int:
-        """Return the number of clients."""
-
-    def sample(self, n: int, t: int) -> Batch:
-        """Return client n's batch at iteration t, the same one whenever and wherever it is asked for."""
 
 
 def size_at(size: Size, t: int) -> int:
@@ -44,24 +34,6 @@ def every(period: int, large: int, small: int) -> Callable[[int], int]:
     return lambda t: large if t % period == 0 else small
 
 
-def draw(clients: Clients, ns: Sequence[int], ts: range) -> list[Batch]:
-    """Return for every iteration in ts the batches of the clients ns, stacked along a new first axis."""
-    at_once = getattr(clients, "draw", None)
-    if at_once is not None:
-        batches: list[Batch] = at_once(ns, ts)
-        return batches
-    return [_stack([clients.sample(n, t) for n in ns], ns) for t in ts]
-
-
-def _stack(batches: list[Batch], ns: Sequence[int]) -> Batch:
-    try:
-        return tree_map(lambda *leaves: torch.stack(leaves), *batches)
-    except (RuntimeError, ValueError) as error:
-        raise NestfedError(
-            f"The batches of clients {ns[0]}…{ns[-1]} differ in shape, so they cannot be vectorised; use mode='loop'."
-        ) from error
-
-
 def without_replacement(generator: np.random.Generator, n: int, size: int) -> np.ndarray:
     """Draw `size` of n places, each at most once if there are enough."""
     if size > n:
@@ -70,7 +42,7 @@ def without_replacement(generator: np.random.Generator, n: int, size: int) -> np
 
 
 @dataclass(frozen=True)
-class _Held(ABC):
+class _Held(Clients):
     """Clients that hold parts of common arrays. Drawing yields indices, gathering turns them into a batch."""
 
     arrays: tuple[Tensor, ...]
@@ -100,6 +72,10 @@ class _Held(ABC):
     def __len__(self) -> int:
         return len(self.parts)
 
+    def examples(self, n: int) -> int:
+        """Return the number of client n's examples."""
+        return len(self.parts[n])
+
     def seeded(self, seed: int) -> Self:
         """Return these clients with this seed, unless they were given one of their own."""
         return self if self.seed is not None else replace(self, seed=seed)
@@ -113,14 +89,14 @@ class _Held(ABC):
         """Return the examples that client n uses at iteration t."""
 
     @abstractmethod
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Batch:
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
         """Turn gathered examples, leading axes (clients, examples), into a batch with first axis `clients`."""
 
-    def sample(self, n: int, t: int) -> Batch:
+    def sample(self, n: int, t: int) -> Data:
         """Return client n's batch at iteration t."""
         return tree_map(lambda leaf: leaf[0], self.draw([n], range(t, t + 1))[0])
 
-    def draw(self, ns: Sequence[int], ts: range) -> list[Batch]:
+    def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
         """Draw and gather the batches of several clients and iterations at once."""
         chosen = [np.stack([self.indices(n, t) for n in ns]) for t in ts]
         flat = torch.from_numpy(np.concatenate([c.ravel() for c in chosen]))
@@ -150,7 +126,7 @@ class Examples(_Held):
         generator = self._streams.at(Purpose.BATCH, n, t)  # type: ignore[attr-defined]
         return part[without_replacement(generator, len(part), size_at(self.batch, t))]
 
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Batch:
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
         """Return the arrays as they are."""
         return gathered
 
@@ -201,7 +177,7 @@ class Pairs(_Held):
         second = rest[without_replacement(generator, len(rest), self.inner - k)]
         return np.concatenate([outer, first, second])
 
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Batch:
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
         """Cut the rows into outer and inner samples and weigh the strata by each client's own positive rate."""
         x, y = gathered
         b, k, m = size_at(self.outer, t), self._positives, self.inner  # type: ignore[attr-defined]

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestfed.core import Fields, NestfedError, refuse_mismatch
-from nestfed.data.clients import Clients, draw
+from nestfed.core import Clients, Fields, NestfedError, refuse_mismatch
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.encode import RESIDUAL, Encoding, wire_form
@@ -138,9 +137,9 @@ class Site:
         if algorithm.private and order.round > 0 and order.seen != order.round:
             stale = torch.tensor(True)
         span = span_from(algorithm, order.t, self.q)
-        batches = [_first(b) for b in draw(self.clients, [self.n], range(span.start, span.stop))]
+        batches = [_first(b) for b in self.clients.draw([self.n], range(span.start, span.stop))]
         keys: list[Any] = [None] * len(batches)
-        if self.problem.flat.random:
+        if self.problem.random:
             keys = list(dropout_keys(Streams(self.seed), [self.n], span, torch.device("cpu"))[0])
         program = Program(self.problem, algorithm, template, span, True, order.tap)
         with torch.no_grad():

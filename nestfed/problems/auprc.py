@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nestfed.core import Batch, NestfedError
+from nestfed.core import Data, NestfedError
 from nestfed.problems.base import Conditional, Model
 
 
@@ -25,7 +25,7 @@ class AUPRC(Conditional):
         self.margin = margin
         super().__init__(self._ratio, self._surrogates, model, clip=clip)
 
-    def _surrogates(self, model: Model, outer: Batch, inner: Batch) -> Tensor:
+    def _surrogates(self, model: Model, outer: Data, inner: Data) -> Tensor:
         (positive, _), (x, y, weight) = outer, inner
         b = len(positive)
         scores = torch.sigmoid(model(torch.cat([positive, x[0]])))
@@ -38,6 +38,6 @@ class AUPRC(Conditional):
         loss = weight * torch.relu(self.margin - scores[:b, None] + scores[None, b:]) ** 2
         return torch.stack([y * loss, loss], -1) + self.margin**2 * one
 
-    def _ratio(self, u: Tensor, outer: Batch) -> Tensor:
+    def _ratio(self, u: Tensor, outer: Data) -> Tensor:
         epsilon = 1e-4 * self.margin**2
         return -outer[1] * (u[:, 0] + epsilon) / (u[:, 1] + epsilon)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestfed.core import Batch, NestfedError, SolvableSaddle
-from nestfed.problems.base import Minimax, Model, _around, as_sample
+from nestfed.core import Batch, Data, NestfedError, SolvableSaddle, as_batch
+from nestfed.problems.base import Minimax, Model, _around
 
 
 class Thresholds(nn.Module):
@@ -46,7 +46,7 @@ class AUROC(Minimax, SolvableSaddle):
         self.p = p
         super().__init__(self._objective, Thresholds(model, sigmoid), torch.zeros(1), clip=clip)
 
-    def _objective(self, model: Model, w: Tensor, batch: Batch) -> Tensor:
+    def _objective(self, model: Model, w: Tensor, batch: Data) -> Tensor:
         x, y = batch
         h, a, b = model(x)
         p, w = self.p, w[0]
@@ -54,19 +54,19 @@ class AUROC(Minimax, SolvableSaddle):
         negative = p * ((h - b) ** 2 + 2 * (1 + w) * h)
         return torch.where(y == 1, positive, negative).mean() - p * (1 - p) * w**2
 
-    def best_dual(self, theta: Tensor, batch: Batch) -> Tensor:
+    def best_dual(self, theta: Tensor, batch: Batch | Data) -> Tensor:
         """Return E[h|−] − E[h|+], estimated so that the mean over clients is right however they share the classes.
 
         Linear in the batch's examples; distances from a and b are averaged, which are smaller than scores.
         """
-        sample = as_sample(batch)
+        sample = as_batch(batch)
         x, negative, positive = self._classes(sample.data, theta.dtype)
         with _around(sample):
             h, a, b = self.flat.bind(theta)(x)
-        sample.tape.note(len(x))
+        sample.note(len(x))
         return (b - a + (negative * (h - b) - positive * (h - a)).mean())[None].detach()
 
-    def _classes(self, data: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def _classes(self, data: Data, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return a batch's inputs, and for either class weights whose mean over all data is 1."""
         x, y = data
         return x, (y != 1).to(dtype) / (1 - self.p), (y == 1).to(dtype) / self.p

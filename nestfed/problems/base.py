@@ -6,55 +6,20 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nestfed.core import Batch, Composed, Differentiable, NestfedError, Problem, Saddle
+from nestfed.core import Batch, Composed, Data, Differentiable, NestfedError, Problem, Saddle, as_batch
 from nestfed.problems.flat import Flat, KeyedDropout
 
 Model = Any
 """What f and g receive: a callable like the user's module, or the vector itself."""
 
 
-@dataclass
-class Tape:
-    """What the evaluations of one step cost, and the loss they saw."""
-
-    examples: int = 0
-    evaluations: int = 0
-    loss: Tensor | None = None
-
-    def note(self, examples: int, loss: Tensor | None = None) -> None:
-        """Add one evaluation; the first loss is the one at the current point."""
-        self.examples += examples
-        self.evaluations += 1
-        if self.loss is None and loss is not None:
-            self.loss = loss.detach()
-
-
-class Sample(NamedTuple):
-    """A batch on its way from the engine to a problem."""
-
-    data: Batch
-    key: Tensor | None = None
-    tape: Tape = Tape()
-    eager: bool = False
-    """No function transform is around the call, so plain autograd (which is faster) may be used."""
-    precision: torch.dtype | None = None
-    """The type of number that matrix products and convolutions are computed in, if it is not that of the state."""
-    pieces: int = 1
-    """Evaluate the batch in this many pieces, one after another, because it does not fit as a whole."""
-
-
-def as_sample(batch: Batch) -> Sample:
-    """Return a batch in the engine's form; a plain one has no key and a tape that nobody reads."""
-    return batch if isinstance(batch, Sample) else Sample(batch, tape=Tape())
-
-
-def leading(data: Batch, axes: int = 1) -> int:
+def leading(data: Data, axes: int = 1) -> int:
     """Return the number of examples in a batch: the size of the leading axes of its first tensor."""
     leaves = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim() >= axes]
     count = 1
@@ -121,6 +86,7 @@ class _Modelled(Problem):
         if clip is not None and not clip > 0:
             raise NestfedError(f"clip must be a norm above 0, not {clip:g}.")
         self.flat = Flat(model)
+        self.random, self.planar, self.heavy = self.flat.random, self.flat.planar, self.flat.heavy
         self.penalty, self.domain, self.clip = penalty, domain, clip
 
     @property
@@ -136,11 +102,15 @@ class _Modelled(Problem):
         """Return a copy of the user's own model that holds x."""
         return self.flat.module(x)
 
-    def examples(self, data: Batch) -> int:
+    def to(self, device: torch.device) -> None:
+        """Move the model to a device."""
+        self.flat.to(device)
+
+    def examples(self, data: Data) -> int:
         """Count the examples that one evaluation on this batch uses."""
         return leading(data)
 
-    def cut(self, data: Batch, pieces: int) -> list[tuple[float, Batch]]:
+    def cut(self, data: Data, pieces: int) -> list[tuple[float, Data]]:
         """Cut a batch into pieces, each with its share in the batch's mean loss."""
         return _cut(data, leading(data), pieces)
 
@@ -149,7 +119,7 @@ class _Modelled(Problem):
         return x if self.domain is None else self.domain.project(x)
 
     def _estimate(
-        self, loss: Callable[..., Tensor], at: tuple[Tensor, ...], sample: Sample
+        self, loss: Callable[..., Tensor], at: tuple[Tensor, ...], sample: Batch
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the gradients of loss(*at, data) with respect to each of `at`, and its value; note what it cost."""
         if sample.pieces == 1:
@@ -163,7 +133,7 @@ class _Modelled(Problem):
                     found, one = _gradients(lambda *y: loss(*y, part), at, sample.eager)  # noqa: B023
                 total = tuple(t.add(g, alpha=share) for t, g in zip(total, found))
                 value = value + share * one
-        sample.tape.note(self.examples(sample.data), value)
+        sample.note(self.examples(sample.data), value)
         return total, value
 
     def _with_penalty(self, value: Tensor, model: Model) -> Tensor:
@@ -180,12 +150,12 @@ class _Direct(Differentiable, _Modelled):
     """A problem whose gradient estimator is the gradient of one expression."""
 
     @abstractmethod
-    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+    def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return the objective's estimate on this batch."""
 
-    def grad(self, x: Tensor, batch: Batch) -> Tensor:
+    def grad(self, x: Tensor, batch: Batch | Data) -> Tensor:
         """Return the gradient of that estimate."""
-        (gradient,), _ = self._estimate(lambda y, data: self.loss(y, data, train=True), (x,), as_sample(batch))
+        (gradient,), _ = self._estimate(lambda y, data: self.loss(y, data, train=True), (x,), as_batch(batch))
         return self._clipped(gradient)
 
 
@@ -195,7 +165,7 @@ def _one_number(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _cut(data: Batch, length: int, pieces: int) -> list[tuple[float, Batch]]:
+def _cut(data: Data, length: int, pieces: int) -> list[tuple[float, Data]]:
     """Cut along the first axis; what has length 1 there is common to all pieces."""
     if any(leaf.dim() < 1 or len(leaf) not in (1, length) for leaf in tree_leaves(data)):
         raise NestfedError(
@@ -203,13 +173,13 @@ def _cut(data: Batch, length: int, pieces: int) -> list[tuple[float, Batch]]:
         )
     size = -(-length // pieces)
 
-    def piece(start: int) -> Batch:
+    def piece(start: int) -> Data:
         return tree_map(lambda leaf: leaf[start : start + size] if len(leaf) == length else leaf, data)
 
     return [(min(size, length - start) / length, piece(start)) for start in range(0, length, size)]
 
 
-def _around(sample: Sample, piece: int = 0) -> AbstractContextManager[Any]:
+def _around(sample: Batch, piece: int = 0) -> AbstractContextManager[Any]:
     """Return what an evaluation happens in: dropout by the batch's key, products in another precision."""
     stack = ExitStack()
     if sample.precision is not None:
@@ -237,14 +207,14 @@ def _gradients(
 class Minimize(_Direct):
     """F(x) = E f(x; ξ), the plain average of losses. `f(model, batch)` returns the batch's mean loss."""
 
-    def __init__(self, f: Callable[[Model, Batch], Tensor], model: nn.Module | Tensor, **options: Any) -> None:
+    def __init__(self, f: Callable[[Model, Data], Tensor], model: nn.Module | Tensor, **options: Any) -> None:
         self.f = f
         super().__init__(model, **options)
 
-    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+    def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return f on this batch."""
         model = self.flat.bind(x, train=train)
-        return self._with_penalty(self.f(model, batch), model)
+        return self._with_penalty(self.f(model, data), model)
 
 
 class Conditional(_Direct):
@@ -258,17 +228,17 @@ class Conditional(_Direct):
 
     def __init__(
         self,
-        f: Callable[[Tensor, Batch], Tensor],
-        g: Callable[[Model, Batch, Batch], Tensor],
+        f: Callable[[Tensor, Data], Tensor],
+        g: Callable[[Model, Data, Data], Tensor],
         model: nn.Module | Tensor,
         **options: Any,
     ) -> None:
         self.f, self.g = f, g
         super().__init__(model, **options)
 
-    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+    def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return the mean over the outer samples of f(mean over the inner samples of g)."""
-        outer, inner = batch
+        outer, inner = data
         model = self.flat.bind(x, train=train)
         values = self.g(model, outer, inner)
         if values.dim() < 2:
@@ -282,11 +252,11 @@ class Conditional(_Direct):
             )
         return self._with_penalty(losses.mean(), model)
 
-    def examples(self, data: Batch) -> int:
+    def examples(self, data: Data) -> int:
         """Count outer and inner samples."""
         return leading(data[0]) + leading(data[1], 2)
 
-    def cut(self, data: Batch, pieces: int) -> list[tuple[float, Batch]]:
+    def cut(self, data: Data, pieces: int) -> list[tuple[float, Data]]:
         """Cut along the outer samples; inner samples that all look at go into every piece."""
         return _cut(data, leading(data[0]), pieces)
 
@@ -300,8 +270,8 @@ class Compositional(_Direct, Composed):
 
     def __init__(
         self,
-        f: Callable[[Tensor, Batch], Tensor],
-        g: Callable[[Model, Batch], Tensor],
+        f: Callable[[Tensor, Data], Tensor],
+        g: Callable[[Model, Data], Tensor],
         model: nn.Module | Tensor,
         inner_dim: int,
         **options: Any,
@@ -309,23 +279,23 @@ class Compositional(_Direct, Composed):
         self.f, self.g, self.inner_dim = f, g, inner_dim
         super().__init__(model, **options)
 
-    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+    def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return f(g(x; ξ); ζ)."""
-        outer, inner = batch
+        outer, inner = data
         model = self.flat.bind(x, train=train)
         return self._with_penalty(self.f(self.g(model, inner), outer), model)
 
-    def examples(self, data: Batch) -> int:
+    def examples(self, data: Data) -> int:
         """Count outer and inner samples."""
         return leading(data[0]) + leading(data[1])
 
-    def cut(self, data: Batch, pieces: int) -> list[tuple[float, Batch]]:
+    def cut(self, data: Data, pieces: int) -> list[tuple[float, Data]]:
         """Refuse: the inner value is a mean over the whole batch, inside f."""
         raise NestfedError("accumulate: a Compositional problem needs its whole batch at once; draw smaller batches.")
 
-    def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def inner(self, x: Tensor, batch: Batch | Data) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return g(x; ξ) as one row, and its pullback (to which a penalty adds its own gradient)."""
-        sample = as_sample(batch)
+        sample = as_batch(batch)
 
         def value(y: Tensor) -> tuple[Tensor, Tensor]:
             model = self.flat.bind(y)
@@ -335,18 +305,18 @@ class Compositional(_Direct, Composed):
             (u, extra), pull = _vjp(value, x, sample.eager)
         if u.shape != (self.inner_dim,):
             raise NestfedError(f"g must return {self.inner_dim} values (inner_dim), not shape {tuple(u.shape)}.")
-        sample.tape.note(leading(sample.data[1]))
+        sample.note(leading(sample.data[1]))
         one = torch.ones_like(extra)
         return u[None], lambda v: self._clipped(pull((v[0], one)))
 
-    def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
+    def outer_grad(self, u: Tensor, batch: Batch | Data) -> Tensor:
         """Return ∇f(u; ζ)."""
-        sample = as_sample(batch)
+        sample = as_batch(batch)
         (gradient,), value = _gradients(lambda v: _one_number("f", self.f(v[0], sample.data[0])), (u,), sample.eager)
-        sample.tape.note(leading(sample.data[0]), value)
+        sample.note(leading(sample.data[0]), value)
         return gradient
 
-    def which(self, batch: Batch) -> Tensor:
+    def which(self, batch: Batch | Data) -> Tensor:
         """Return 0: there is one task."""
         return torch.zeros(1, dtype=torch.long, device=self.x0.device)
 
@@ -373,7 +343,7 @@ class Minimax(Saddle, _Modelled):
 
     def __init__(
         self,
-        f: Callable[[Model, Tensor, Batch], Tensor],
+        f: Callable[[Model, Tensor, Data], Tensor],
         model: nn.Module | Tensor,
         w0: Tensor,
         *,
@@ -388,16 +358,14 @@ class Minimax(Saddle, _Modelled):
         """The starting point of the maximising player."""
         return self._w0.to(self.x0)
 
-    def loss_at(self, theta: Tensor, w: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+    def loss_at(self, theta: Tensor, w: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return f on this batch."""
         model = self.flat.bind(theta, train=train)
-        return self._with_penalty(self.f(model, w, batch), model)
+        return self._with_penalty(self.f(model, w, data), model)
 
-    def grads(self, theta: Tensor, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def grads(self, theta: Tensor, w: Tensor, batch: Batch | Data) -> tuple[Tensor, Tensor]:
         """Return ∇_θ f and ∇_w f on this batch."""
-        (g, h), _ = self._estimate(
-            lambda a, b, data: self.loss_at(a, b, data, train=True), (theta, w), as_sample(batch)
-        )
+        (g, h), _ = self._estimate(lambda a, b, data: self.loss_at(a, b, data, train=True), (theta, w), as_batch(batch))
         return self._clipped(g), h
 
     def project_dual(self, w: Tensor) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestfed.core import Batch
+from nestfed.core import Data
 from nestfed.problems.base import Minimize, Model
 
 
-def cross_entropy(model: Model, batch: Batch) -> Tensor:
+def cross_entropy(model: Model, batch: Data) -> Tensor:
     """Return the mean cross-entropy of logits; a model with one score per example is a binary classifier."""
     x, y = batch
     logits = model(x)

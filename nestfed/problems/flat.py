@@ -24,7 +24,7 @@ class Flat:
                     f"A model that is not an nn.Module must be a vector of floats, not {model.dtype} {tuple(model.shape)}."
                 )
             self.x0 = model.detach().clone()
-            self.random = self.planar = False
+            self.random = self.planar = self.heavy = False
             return
         _refuse_running_statistics(model)
         parameters = dict(model.named_parameters())
@@ -39,6 +39,7 @@ class Flat:
         self.x0 = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
         self.random = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
         self.planar = any(isinstance(m, nn.Conv2d) for m in model.modules())
+        self.heavy = any(isinstance(m, nn.modules.conv._ConvNd | nn.RNNBase) for m in model.modules())
         self._train = _skeleton(model).train()
         self._eval = _skeleton(model).eval()
         self._places = {training: _places(m) for training, m in ((True, self._train), (False, self._eval))}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestfed.core import Batch, NestfedError
+from nestfed.core import Clients, Data, NestfedError
 from nestfed.data.random import Purpose, Streams
 from nestfed.problems.base import Conditional
 
 
 @dataclass(frozen=True)
-class InvariantClients:
+class InvariantClients(Clients):
     """Clients that draw ξ = (a, b), a ~ N(0, σ1²I), b = sign(aᵀx*), and m inner samples η ~ N(a, σ2²I) each.
 
     x* is common and random; every client has its own random stream.
@@ -49,12 +49,12 @@ class InvariantClients:
         """Return these clients with this seed, unless they were given one of their own."""
         return self if self.seed is not None else replace(self, seed=seed)
 
-    def sample(self, n: int, t: int) -> Batch:
+    def sample(self, n: int, t: int) -> Data:
         """Return client n's (outer, inner) at iteration t."""
         (a, b), (eta,) = self.draw([n], range(t, t + 1))[0]
         return (a[0], b[0]), (eta[0],)
 
-    def draw(self, ns: Sequence[int], ts: range) -> list[Batch]:
+    def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
         """Draw for several clients and iterations at once."""
         streams: Streams = self._streams  # type: ignore[attr-defined]
         # Drawn where they are used: most of a round's time on such a small problem is spent on these numbers.

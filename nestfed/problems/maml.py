@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Batch, NestfedError
-from nestfed.problems.base import Compositional, Domain, Model, Sample, _around, as_sample, leading
+from nestfed.core import Batch, Data, NestfedError, as_batch
+from nestfed.problems.base import Compositional, Domain, Model, _around, leading
 
-TaskLoss = Callable[[Model, Batch], Tensor]
+TaskLoss = Callable[[Model, Data], Tensor]
 """L(model, (x, y)): the loss of one task on some of its examples, one number."""
 
 
@@ -29,7 +29,7 @@ class Adaptable:
         """Return the output of the model as it is."""
         return self.problem.flat.bind(self.x, train=False)(*args, **kwargs)
 
-    def adapt(self, support: Batch, steps: int = 1) -> Tensor:
+    def adapt(self, support: Data, steps: int = 1) -> Tensor:
         """Return one adapted parameter vector per task, (k, d)."""
         return self.problem.adapt(self.x, support, steps)
 
@@ -93,24 +93,24 @@ class MAML(Compositional):
             )
         return self._tasks
 
-    def _inner(self, x: Tensor, support: Batch, sample: Sample | None = None, *, train: bool = True) -> Tensor:
+    def _inner(self, x: Tensor, support: Data, sample: Batch | None = None, *, train: bool = True) -> Tensor:
         copies = x.expand(leading(support), -1)
-        return x - self.inner_lr * self._slopes(sample or Sample(support), copies, support, train)
+        return x - self.inner_lr * self._slopes(sample or Batch(support), copies, support, train)
 
-    def _outer(self, u: Tensor, query: Batch, *, train: bool = True) -> Tensor:
-        return self._losses(Sample(query), u, query, train).mean()
+    def _outer(self, u: Tensor, query: Data, *, train: bool = True) -> Tensor:
+        return self._losses(Batch(query), u, query, train).mean()
 
-    def loss(self, x: Tensor, batch: Batch, *, train: bool = False) -> Tensor:
+    def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return mean_i f_i(g_i(x))."""
-        return self._outer(self._inner(x, batch[1], train=train), batch[0], train=train)
+        return self._outer(self._inner(x, data[1], train=train), data[0], train=train)
 
-    def examples(self, data: Batch) -> int:
+    def examples(self, data: Data) -> int:
         """Count query and support examples."""
         return leading(data[0], 2) + leading(data[1], 2)
 
-    def which(self, batch: Batch) -> Tensor:
+    def which(self, batch: Batch | Data) -> Tensor:
         """Return the numbers of the batch's tasks."""
-        return as_sample(batch).data[2]
+        return as_batch(batch).data[2]
 
     def bind(self, x: Tensor, *, train: bool = False) -> Adaptable:
         """Return the model at x, ready to be adapted."""
@@ -118,10 +118,10 @@ class MAML(Compositional):
 
     # Losses and slopes of k tasks, at a vector for each, x of (k, d).
 
-    def _task(self, sample: Sample, train: bool) -> Callable[[Tensor, Batch], Tensor]:
+    def _task(self, sample: Batch, train: bool) -> Callable[[Tensor, Data], Tensor]:
         """Return L as a function of a task's vector and examples; in training with dropout, by the batch's key."""
 
-        def value(x: Tensor, examples: Batch) -> Tensor:
+        def value(x: Tensor, examples: Data) -> Tensor:
             with _around(sample):
                 found = self.task_loss(self.flat.bind(x, train=train), examples)
             if found.dim() != 0:
@@ -132,13 +132,13 @@ class MAML(Compositional):
 
         return value
 
-    def _losses(self, sample: Sample, x: Tensor, examples: Batch, train: bool = True) -> Tensor:
+    def _losses(self, sample: Batch, x: Tensor, examples: Data, train: bool = True) -> Tensor:
         task = self._task(sample, train)
         if self.vectorise:
             return torch.vmap(task)(x, examples)
         return torch.stack([task(p, e) for p, e in _each(x, examples)])
 
-    def _slopes(self, sample: Sample, x: Tensor, examples: Batch, train: bool = True) -> Tensor:
+    def _slopes(self, sample: Batch, x: Tensor, examples: Data, train: bool = True) -> Tensor:
         """Return ∇L_i(x_i), (k, d), under a function transform or none.
 
         Each loss depends on its own row of x only, so the gradient of their sum holds every task's slope. The other
@@ -148,7 +148,7 @@ class MAML(Compositional):
         return torch.func.grad(lambda y: self._losses(sample, y, examples, train).sum())(x)
 
     def _eager_slopes(
-        self, sample: Sample, x: Tensor, examples: Batch, graph: bool, train: bool = True
+        self, sample: Batch, x: Tensor, examples: Data, graph: bool, train: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return the losses and ∇L_i(x_i), (k, d), by plain autograd: half the overhead of a transform."""
         with torch.enable_grad():
@@ -163,11 +163,11 @@ class MAML(Compositional):
 
     # What the methods ask.
 
-    def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def inner(self, x: Tensor, batch: Batch | Data) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return g_i(x), (k, d), and the pullback v ↦ mean_i (I − λ∇²L_i(x))v_i."""
-        sample = as_sample(batch)
+        sample = as_batch(batch)
         support, lam = sample.data[1], self.inner_lr
-        sample.tape.note(leading(support, 2))
+        sample.note(leading(support, 2))
         if not sample.eager:
             value, pull = torch.func.vjp(lambda y: self._inner(y, support, sample), x)  # type: ignore[misc]
             if self.first_order:
@@ -184,9 +184,9 @@ class MAML(Compositional):
 
         return x - lam * slopes.detach(), pullback
 
-    def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
+    def outer_grad(self, u: Tensor, batch: Batch | Data) -> Tensor:
         """Return ∇L_i(u_i; query) for every task, (k, d)."""
-        sample = as_sample(batch)
+        sample = as_batch(batch)
         query = sample.data[0]
         if sample.eager:
             losses, slopes = self._eager_slopes(sample, u.detach().requires_grad_(), query, graph=False)
@@ -194,19 +194,19 @@ class MAML(Compositional):
         else:
             slopes, value = torch.func.grad_and_value(lambda v: self._losses(sample, v, query).sum())(u)
             value = value / len(u)
-        sample.tape.note(leading(query, 2), value)
+        sample.note(leading(query, 2), value)
         return slopes
 
-    def grad(self, x: Tensor, batch: Batch) -> Tensor:
+    def grad(self, x: Tensor, batch: Batch | Data) -> Tensor:
         """Return the gradient of mean_i f_i(g_i(x))."""
         value, pullback = self.inner(x, batch)
         return pullback(self.outer_grad(value, batch))
 
     # What people do with the outcome.
 
-    def adapt(self, x: Tensor, support: Batch, steps: int = 1) -> Tensor:
+    def adapt(self, x: Tensor, support: Data, steps: int = 1) -> Tensor:
         """Take `steps` inner steps on every task's support, from x or from a row of x each; return (k, d)."""
-        sample = Sample(support, eager=True)
+        sample = Batch(support, eager=True)
         u = x.detach().expand(leading(support), -1)
         for _ in range(steps):
             leaf = u.clone().requires_grad_()
@@ -225,12 +225,12 @@ class MAML(Compositional):
             return torch.stack([one(p, x) for p, x in zip(u, inputs)])
 
 
-def _each(x: Tensor, examples: Batch) -> list[tuple[Tensor, Batch]]:
+def _each(x: Tensor, examples: Data) -> list[tuple[Tensor, Data]]:
     """Return every task's vector and examples."""
     return [(row, tree_map(itemgetter(i), examples)) for i, row in enumerate(x.unbind(0))]
 
 
-def squared_error(model: Model, examples: Batch) -> Tensor:
+def squared_error(model: Model, examples: Data) -> Tensor:
     """Return a task's loss."""
     x, y = examples
     return ((model(x) - y) ** 2).mean()

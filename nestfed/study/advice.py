@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from nestfed import algorithms, theory
-from nestfed.core import Algorithm, NestfedError, Saddle, Schedule
+from nestfed.core import Algorithm, Batch, NestfedError, Saddle, Schedule, as_clients
 from nestfed.engine.round import Record
-from nestfed.problems.base import Sample, Tape
 
 PAGE = "docs/warnings.md"
 
@@ -184,7 +183,7 @@ def smoothness(problem: Any, clients: Any, seed: int = 0, most: int = 32, steps:
     counts, as local steps must be stable everywhere. Of a minimax problem both players' gradients count. The true
     constant is a supremum over all points and batches, so it can only be larger.
     """
-    some = clients.seeded(seed) if hasattr(clients, "seeded") else clients
+    some = as_clients(clients).seeded(seed)
     d = problem.x0.numel()
     saddle = isinstance(problem, Saddle)
     at = torch.cat([problem.x0, problem.w0]) if saddle else problem.x0
@@ -193,9 +192,9 @@ def smoothness(problem: Any, clients: Any, seed: int = 0, most: int = 32, steps:
     largest, epsilon = 0.0, 1e-2
     count = min(most, len(some))
     for n in (round(i * len(some) / count) for i in range(count)):
-        batch = Sample(some.sample(n, 0), tape=Tape(), eager=True)
+        batch = Batch(some.sample(n, 0), eager=True)
 
-        def gradient(z: Tensor, batch: Sample = batch) -> Tensor:
+        def gradient(z: Tensor, batch: Batch = batch) -> Tensor:
             return torch.cat(problem.grads(z[:d], z[d:], batch)) if saddle else problem.grad(z, batch)
 
         base, v = gradient(at), start

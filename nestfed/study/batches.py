@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestfed.core import Batch
+from nestfed.core import Data
 from nestfed.data.clients import _Held, without_replacement
 from nestfed.data.random import Purpose
 from nestfed.problems.auroc import AUROC
@@ -53,7 +53,7 @@ class Balanced(_Held):
         ]
         return np.concatenate(some)
 
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Batch:
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
         """Add the weights."""
         x, y = gathered
         return x, y, self._weights[list(ns)].to(x.device)  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ class BalancedAUROC(AUROC):
     def __init__(self, model: nn.Module, *, clip: float | None = None) -> None:
         super().__init__(model, p=0.5, clip=clip)
 
-    def _objective(self, model: Model, w: Tensor, batch: Batch) -> Tensor:
+    def _objective(self, model: Model, w: Tensor, batch: Data) -> Tensor:
         x, y, weight = batch
         h, a, b = model(x)
         w = w[0]
@@ -82,6 +82,6 @@ class BalancedAUROC(AUROC):
         negative = (h - b) ** 2 + 2 * (1 + w) * h
         return 0.5 * (weight * torch.where(y == 1, positive, negative)).mean() - w**2 / 4
 
-    def _classes(self, data: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def _classes(self, data: Data, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         x, y, weight = data
         return x, 2 * weight.to(dtype) * (y != 1), 2 * weight.to(dtype) * (y == 1)

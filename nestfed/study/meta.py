@@ -11,7 +11,7 @@ import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from nestfed.core import Batch
+from nestfed.core import Clients, Data
 from nestfed.data.clients import without_replacement
 from nestfed.data.random import Purpose, Streams
 from nestfed.problems.classify import cross_entropy
@@ -31,7 +31,7 @@ from nestfed.study.sites import (
 
 
 @dataclass(frozen=True)
-class TaskClients:
+class TaskClients(Clients):
     """Clients with tasks of their own; each iteration a client draws some, and from each a support and a query."""
 
     tasks: Sequence[Sequence[tuple[Tensor, Tensor]]]
@@ -50,7 +50,7 @@ class TaskClients:
         """Return these clients with this seed, unless they were given one of their own."""
         return self if self.seed is not None else replace(self, seed=seed)
 
-    def sample(self, n: int, t: int) -> Batch:
+    def sample(self, n: int, t: int) -> Data:
         """Return client n's tasks at iteration t: (query, support, numbers of the tasks)."""
         generator = self._streams.at(Purpose.TASKS, n, t)  # type: ignore[attr-defined]
         own = self.tasks[n]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestfed.core import Batch, NestfedError
+from nestfed.core import Clients, Data, NestfedError
 from nestfed.data.sources import load
 from nestfed.problems.base import Minimize, Model
 
@@ -70,7 +70,7 @@ def streams(tokens: Tensor, batch: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TextClients:
+class TextClients(Clients):
     """Clients with contiguous parts of a text, each in `batch` streams that are read window by window.
 
     A batch is (context, inputs, targets), words in the shape (T, batch). Iteration t reads window t of the client's
@@ -108,19 +108,15 @@ class TextClients:
     def __len__(self) -> int:
         return self.clients
 
-    def seeded(self, seed: int) -> Self:
-        """Return these clients: nothing in their batches is random."""
-        return self
-
     def to(self, device: torch.device) -> Self:
         """Return these clients with their text on a device."""
         return replace(self, text=self.text.to(device))
 
-    def sample(self, n: int, t: int) -> Batch:
+    def sample(self, n: int, t: int) -> Data:
         """Return client n's window at iteration t."""
         return tuple(leaf[0] for leaf in self.draw([n], range(t, t + 1))[0])
 
-    def draw(self, ns: Sequence[int], ts: range) -> list[Batch]:
+    def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
         """Draw for several clients and iterations at once."""
         held: Tensor = self._streams[list(ns)]  # type: ignore[attr-defined]
         found = []
@@ -132,7 +128,7 @@ class TextClients:
         return found
 
 
-def next_word(model: Model, batch: Batch) -> Tensor:
+def next_word(model: Model, batch: Data) -> Tensor:
     """Return the mean cross-entropy of the next word, the hidden state warmed up on the context."""
     context, inputs, targets = batch
     hidden = None
@@ -153,7 +149,7 @@ class Language(Minimize):
     def __init__(self, model: nn.Module, *, clip: float | None = 0.25) -> None:
         super().__init__(next_word, model, clip=clip)
 
-    def examples(self, data: Batch) -> int:
+    def examples(self, data: Data) -> int:
         """Count the words that are predicted."""
         return int(data[2].numel())
 

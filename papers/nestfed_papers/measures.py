@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Batch, Composed, Fields, NestfedError, Saddle, SolvableSaddle
-from nestfed.data.clients import Clients
+from nestfed.core import Batch, Clients, Composed, Data, Fields, NestfedError, Saddle, SolvableSaddle, as_clients
 
 Measure = Callable[[Fields], Mapping[str, float]]
 Gradient = Callable[[Tensor], Tensor]
@@ -93,8 +92,7 @@ class Fixed:
     def __post_init__(self) -> None:
         if self.batches < 1:
             raise NestfedError(f"A fixed sample needs at least 1 batch of every client, not {self.batches}.")
-        seeded = getattr(self.clients, "seeded", None)
-        clients: Clients = self.clients if seeded is None else seeded(self.seed)
+        clients = as_clients(self.clients).seeded(self.seed)
         drawn = [[clients.sample(n, t) for t in range(self.batches)] for n in range(len(clients))]
         object.__setattr__(self, "_drawn", drawn)
 
@@ -117,7 +115,7 @@ class Fixed:
         precision = torch.finfo(w.dtype).eps
         if isinstance(self.problem, SolvableSaddle):
             solve = self.problem.best_dual
-            w = self._mean(theta, lambda x, batches: torch.stack([solve(x, b) for b in batches]).mean(0))
+            w = self._mean(theta, lambda x, batches: torch.stack([solve(x, Batch(b)) for b in batches]).mean(0))
         rate, slope = 1.0, self._pair(theta, w)[1]
         for _ in range(steps):
             new = self.problem.project_dual(w + rate * slope)
@@ -142,27 +140,27 @@ class Fixed:
         except NestfedError:
             return False
 
-    def _mean(self, x: Tensor, of: Callable[[Tensor, Sequence[Batch]], Tensor]) -> Tensor:
-        drawn: list[list[Batch]] = self._drawn  # type: ignore[attr-defined]
+    def _mean(self, x: Tensor, of: Callable[[Tensor, Sequence[Data]], Tensor]) -> Tensor:
+        drawn: list[list[Data]] = self._drawn  # type: ignore[attr-defined]
         total = torch.stack([of(x, _like(x, batches)) for batches in drawn])
         return total.mean(0)
 
-    def _direct(self, x: Tensor, batches: Sequence[Batch]) -> Tensor:
+    def _direct(self, x: Tensor, batches: Sequence[Data]) -> Tensor:
         return torch.stack([torch.func.grad(lambda y, b=b: self.problem.loss(y, b))(x) for b in batches]).mean(0)
 
-    def _tracked(self, x: Tensor, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, list[Any]]:
+    def _tracked(self, x: Tensor, batches: Sequence[Data]) -> tuple[Tensor, Tensor, list[Any]]:
         """Return one client's inner value of every task that it met, which tasks these are, and the pullbacks."""
-        found = [(self.problem.which(b), *self.problem.inner(x, b)) for b in batches]
+        found = [(self.problem.which(b), *self.problem.inner(x, b)) for b in map(Batch, batches)]
         rows, values = torch.cat([r for r, _, _ in found]), torch.cat([v for _, v, _ in found])
         tasks, place, counts = rows.unique(return_inverse=True, return_counts=True)
         sums = values.new_zeros(len(tasks), values.shape[1]).index_add(0, place, values)
         return sums / counts.unsqueeze(1), tasks, [pull for _, _, pull in found]
 
-    def _composed(self, x: Tensor, batches: Sequence[Batch]) -> Tensor:
+    def _composed(self, x: Tensor, batches: Sequence[Data]) -> Tensor:
         means, tasks, pulls = self._tracked(x, batches)
         # E[∇gᵀ]·E[∇f] is the gradient, not E[∇gᵀ∇f], whose factors may have come from one sample.
-        rows = [torch.searchsorted(tasks, self.problem.which(b)) for b in batches]
-        outer = [self.problem.outer_grad(means[r], b) for r, b in zip(rows, batches)]
+        rows = [torch.searchsorted(tasks, self.problem.which(Batch(b))) for b in batches]
+        outer = [self.problem.outer_grad(means[r], Batch(b)) for r, b in zip(rows, batches)]
         place, slopes = torch.cat(rows), torch.cat(outer)
         sums = torch.zeros_like(means).index_add(0, place, slopes)
         mean = sums / place.bincount(minlength=len(tasks)).unsqueeze(1)
@@ -171,14 +169,14 @@ class Fixed:
     def _pair(self, theta: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.func.grad(self.problem.loss_at, argnums=(0, 1))
 
-        def of(x: Tensor, batches: Sequence[Batch]) -> Tensor:
+        def of(x: Tensor, batches: Sequence[Data]) -> Tensor:
             return torch.stack([torch.cat(both(x, w, b)) for b in batches]).mean(0)
 
         found = self._mean(theta, of)
         return found[: len(theta)], found[len(theta) :]
 
 
-def _like(x: Tensor, batches: Sequence[Batch]) -> Sequence[Batch]:
+def _like(x: Tensor, batches: Sequence[Data]) -> Sequence[Data]:
     return tree_map(lambda leaf: leaf.to(x.device) if isinstance(leaf, Tensor) else leaf, batches)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Batch, NestfedError
+from nestfed.core import Clients, Data, NestfedError
 from nestfed.data.random import Purpose, Streams
 from nestfed.data.sources import load
 from nestfed.problems.base import Model
@@ -123,7 +123,7 @@ class Episodes:
         images = generator.random((self.ways, DRAWERS)).argsort(1)[:, : self.shots + self.queries]
         return held[classes // TURNS], classes % TURNS, images
 
-    def gather(self, chosen: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
+    def gather(self, chosen: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Data:
         """Turn k drawn tasks into (outer, inner): (x, y) of the queries and of the supports, leading axes (k, n)."""
         characters, turns, images = (torch.from_numpy(np.stack(part)) for part in zip(*chosen))
         pixels = self.characters.images[characters[..., None], images].flatten(-2)
@@ -139,7 +139,7 @@ class Episodes:
 
 
 @dataclass(frozen=True)
-class OmniglotClients:
+class OmniglotClients(Clients):
     """Clients that draw new tasks from their own characters at every iteration."""
 
     episodes: Episodes
@@ -163,13 +163,13 @@ class OmniglotClients:
         """Return these clients with this seed, unless they were given one of their own."""
         return self if self.seed is not None else replace(self, seed=seed)
 
-    def sample(self, n: int, t: int) -> Batch:
+    def sample(self, n: int, t: int) -> Data:
         """Return client n's tasks at iteration t."""
         generator = self._streams.at(Purpose.TASKS, n, t)  # type: ignore[attr-defined]
         return self.episodes.gather([self.episodes.choose(generator, n) for _ in range(self.tasks)])
 
 
-def cross_entropy(model: Model, examples: Batch) -> Tensor:
+def cross_entropy(model: Model, examples: Data) -> Tensor:
     """Return a task's loss."""
     x, y = examples
     return F.cross_entropy(model(x), y)
@@ -190,7 +190,7 @@ class FewShotTest:
         if self.count < 2:
             raise NestfedError(f"omniglot: an evaluation needs at least 2 tasks, not {self.count}.")
 
-    def tasks(self, numbers: range) -> Batch:
+    def tasks(self, numbers: range) -> Data:
         """Return the tasks of these numbers; the parts take turns."""
         streams, parts = Streams(SPLIT_SEED), len(self.episodes.parts)
         return self.episodes.gather(

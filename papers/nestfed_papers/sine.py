@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import Batch, NestfedError
+from nestfed.core import Clients, Data, NestfedError
 from nestfed.data.random import Purpose, Streams
 from nestfed.problems.maml import Adaptable
 
@@ -28,7 +28,7 @@ def wave(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SineClients:
+class SineClients(Clients):
     """25 tasks, spread over the clients at random and evenly; each iteration `tasks` of a client's own are drawn.
 
     A drawn task comes with K new points as support and K others as query, uniform in [−5, 5].
@@ -68,12 +68,12 @@ class SineClients:
         """Return these clients with this seed, unless they were given one of their own."""
         return self if self.seed is not None else replace(self, seed=seed)
 
-    def sample(self, n: int, t: int) -> Batch:
+    def sample(self, n: int, t: int) -> Data:
         """Return client n's tasks at iteration t: (query, support, numbers of the tasks)."""
         (outer, inner, which) = self.draw([n], range(t, t + 1))[0]
         return (outer[0][0], outer[1][0]), (inner[0][0], inner[1][0]), which[0]
 
-    def draw(self, ns: Sequence[int], ts: range) -> list[Batch]:
+    def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
         """Draw for several clients and iterations at once."""
         which, points = [], []
         for t in ts:
@@ -105,7 +105,7 @@ class SineTest:
     stream: int = 0
     """Which stream of tasks: validation and test draw from different ones."""
 
-    def tasks(self) -> tuple[Batch, Batch]:
+    def tasks(self) -> tuple[Data, Data]:
         """Return (query, support), the same ones for every run."""
         generator = Streams(0).at(Purpose.TASKS, 2**40 + self.stream, 0)
         a, b = generator.uniform(0.1, 5.0, (self.count, 1)), generator.uniform(0.0, 5.0, (self.count, 1))

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import Batch, NestfedError, SolvableSaddle
+from nestfed.core import Batch, Clients, Data, NestfedError, SolvableSaddle, as_batch
 from nestfed.data.random import Purpose, Streams
-from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize, as_sample
+from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
-Arrange = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Batch]
+Arrange = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Data]
 
 
 @dataclass(frozen=True)
-class ToyClients:
+class ToyClients(Clients):
     """Clients that own constants and draw standard normal numbers.
 
     `own` holds one row per client, `shapes` what is drawn at every iteration; `arrange` makes a batch of them, with
@@ -49,12 +49,12 @@ class ToyClients:
         """Return these clients with their constants on a device."""
         return replace(self, own=tuple(o.to(device) for o in self.own))
 
-    def sample(self, n: int, t: int) -> Batch:
+    def sample(self, n: int, t: int) -> Data:
         """Return client n's batch at iteration t."""
         batch = self.draw([n], range(t, t + 1))[0]
         return torch.utils._pytree.tree_map(lambda leaf: leaf[0], batch)
 
-    def draw(self, ns: Sequence[int], ts: range) -> list[Batch]:
+    def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
         """Draw for several clients and iterations at once."""
         own = tuple(o[list(ns)] for o in self.own)
         return [self.arrange(own, self._noise(ns, t)) for t in ts]
@@ -284,7 +284,7 @@ class ConditionalToy(_Toy):
     def clients(self) -> ToyClients:
         """The clients; a batch is ((a, x_n for each outer sample), η)."""
 
-        def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+        def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
             (target,), (a, spread) = own, noise
             return (a, target[:, None].expand_as(a)), a.unsqueeze(-2) + self.sigma * spread
 
@@ -368,7 +368,7 @@ class CompositionalToy(_Toy):
     def clients(self) -> ToyClients:
         """The clients; a batch is ((ζ, c_n), (Z, G_n))."""
 
-        def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+        def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
             return (noise[0], own[0]), (noise[1], own[1])
 
         shapes = ((self.batch, self.inner_dim), (self.batch, self.inner_dim, self.dim))
@@ -406,9 +406,9 @@ class BilinearSaddle(Minimax, SolvableSaddle):
 
     def best_dual(self, theta: Tensor, batch: Batch) -> Tensor:
         """Return the maximiser of this batch's loss."""
-        sample = as_sample(batch)
+        sample = as_batch(batch)
         _, noise_w, _, B, e = sample.data
-        sample.tape.note(self.examples(sample.data))
+        sample.note(self.examples(sample.data))
         best: Tensor = (B @ theta - e + noise_w.mean(0)) / self.mu
         return best
 
@@ -467,7 +467,7 @@ class MinimaxToy(_Toy):
     def clients(self) -> ToyClients:
         """The clients."""
 
-        def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Batch:
+        def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
             return (*(self.sigma * z for z in noise), *own)
 
         shapes = ((self.batch, self.dim), (self.batch, self.dual_dim))

@@ -16,12 +16,11 @@ from cases import SEED, trace
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
 
 from nestfed.algorithms import TABLE, build
-from nestfed.core import Algorithm, NestfedError
-from nestfed.data.clients import draw
+from nestfed.core import Algorithm, Batch, NestfedError, Tape
 from nestfed.data.random import Streams
 from nestfed.engine.round import Participation, Program, size, span_from
 from nestfed.engine.simulate import simulate
-from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize, Sample, Tape
+from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
 
 class Case(NamedTuple):
@@ -169,7 +168,7 @@ def test_pure(name: str, eager: bool) -> None:
             state = checked(algorithm.receive, state, t)
             for i in range(t, t + Q):
                 data = s.clients.sample(0, i)
-                step = lambda state, data, i: algorithm.step(s.problem, state, Sample(data, None, Tape(), eager), i)  # noqa: E731
+                step = lambda state, data, i: algorithm.step(s.problem, state, Batch(data, None, Tape(), eager), i)  # noqa: E731
                 state = checked(step, state, data, i)
             state = checked(algorithm.send, state, t + Q)
     old = {k: getattr(state, k) for k in algorithm.shared}
@@ -414,6 +413,6 @@ def test_draw_is_stacked_samples() -> None:
     """The settings' clients draw at once what they draw one by one."""
     for make in cases.SETTINGS.values():
         clients = make(4).clients.seeded(3)
-        for t, batch in zip(range(2, 5), draw(clients, [2, 0], range(2, 5))):
+        for t, batch in zip(range(2, 5), clients.draw([2, 0], range(2, 5))):
             for i, n in enumerate((2, 0)):
                 identical(torch.utils._pytree.tree_map(lambda leaf, i=i: leaf[i], batch), clients.sample(n, t))

@@ -13,9 +13,9 @@ from nestfed_papers.toys import TOYS, CompositionalToy, ConditionalToy, MinimaxT
 from torch import Tensor
 
 from nestfed import algorithms as a
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, as_batch
 from nestfed.engine.simulate import simulate
-from nestfed.problems.base import Minimize, as_sample
+from nestfed.problems.base import Minimize
 
 
 def vector(*values: float) -> Tensor:
@@ -71,7 +71,7 @@ class ByHand(Minimize):
     """The same problem with its gradient written out, which is faster."""
 
     def grad(self, x: Tensor, batch: Any) -> Tensor:
-        return as_sample(batch).data[0] * x.clamp(-1, 1)
+        return as_batch(batch).data[0] * x.clamp(-1, 1)
 
 
 def test_gradient_by_hand() -> None:

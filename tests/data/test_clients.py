@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from nestfed.core import NestfedError
-from nestfed.data.clients import Examples, draw, every, start_large
+from nestfed.core import NestfedError, as_clients
+from nestfed.data.clients import Examples, every, start_large
 from nestfed.data.random import Purpose, Streams
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import from_tables, read
@@ -32,9 +32,8 @@ def test_a_batch_does_not_depend_on_when_where_or_with_whom_it_is_drawn() -> Non
     assert torch.equal(clients.sample(1, 17)[0], alone)
     assert torch.equal(held().draw([0, 1, 2], range(15, 20))[2][0][1], alone)
     assert torch.equal(pickle.loads(pickle.dumps(clients)).sample(1, 17)[0], alone)  # another process
-    plain = draw(
-        type("Own", (), {"__len__": lambda s: 4, "sample": lambda s, n, t: clients.sample(n, t)})(), [1], range(17, 18)
-    )
+    own = type("Own", (), {"__len__": lambda s: 4, "sample": lambda s, n, t: clients.sample(n, t)})()
+    plain = as_clients(own).draw([1], range(17, 18))
     assert torch.equal(plain[0][0][0], alone)
 
 

@@ -11,8 +11,8 @@ from test_engines_agree import images
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nestfed.algorithms import TABLE, FedAvg, Scaffold
+from nestfed.data.clients import Examples
 from nestfed.data.random import Streams
-from nestfed.engine import local as local_module
 from nestfed.engine.local import Local, Share
 from nestfed.engine.round import RunState, Span, size
 from nestfed.engine.simulate import simulate
@@ -99,17 +99,17 @@ def test_operations_do_not_grow_with_clients_when_vectorised() -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_round_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_drawn_at_once() -> None:
     """One gather for all iterations of a client (loop), or of all clients (vmap)."""
     problem, clients = images()
     calls: list[tuple[int, int]] = []
-    draw = local_module.draw
 
-    def counted(clients: Any, ns: Any, ts: Any) -> Any:
-        calls.append((len(ns), len(ts)))
-        return draw(clients, ns, ts)
+    class Counted(Examples):
+        def draw(self, ns: Any, ts: range) -> Any:
+            calls.append((len(ns), len(ts)))
+            return super().draw(ns, ts)
 
-    monkeypatch.setattr(local_module, "draw", counted)
+    clients = Counted(clients.arrays, clients.parts, batch=clients.batch)
     options: dict[str, Any] = {"rounds": 2, "q": 7, "progress": False, "workers": 1}
     simulate(problem, FedAvg(0.1), clients, mode="loop", **options)
     assert calls == [(1, 7)] * 10

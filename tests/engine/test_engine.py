@@ -25,13 +25,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from nestfed import Classify, Examples, Minimize
 from nestfed.algorithms import TABLE, FedAdam, FedAMS, FedAvg, FedYogi, Scaffold
-from nestfed.core import NestfedError
+from nestfed.core import Batch, NestfedError, Tape
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Participation, RunState, Span, dropout_keys
 from nestfed.engine.simulate import Interrupted, simulate
-from nestfed.problems.base import Box, Sample, Tape
+from nestfed.problems.base import Box
 
 HERE = Path(__file__).parents[1]
 PATHS = [str(p) for p in (HERE, HERE.parent, *sorted(HERE.iterdir())) if p.is_dir()]
@@ -346,7 +346,7 @@ def test_uniform_output_is_the_mean_of_the_clients_at_the_drawn_iteration() -> N
             for t in range(12):
                 for n in range(5):
                     key = dropout_keys(Streams(seed), [n], Span(t, t + 1), torch.device("cpu"))[0, 0]
-                    points[n] = points[n] - 0.1 * problem.grad(points[n], Sample(held.sample(n, t), key, Tape(), True))
+                    points[n] = points[n] - 0.1 * problem.grad(points[n], Batch(held.sample(n, t), key, Tape(), True))
                 means.append(torch.stack(points).mean(0))
                 if t % 3 == 2:
                     points = [means[-1]] * 5
@@ -412,7 +412,7 @@ def test_iteration_0_waits_for_somebody(name: str) -> None:
             return len(who)
 
         def sample(self, n: int, t: int) -> Any:
-            clients = s.clients.seeded(seed) if hasattr(s.clients, "seeded") else s.clients
+            clients = s.clients.seeded(seed)
             return clients.sample(who[n], t)
 
     if TABLE[name].name in ("scaffold", "codasca"):

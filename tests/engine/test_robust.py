@@ -94,7 +94,7 @@ def test_loop_vmap_and_workers(name: str, reduce: str) -> None:
 def test_coordinator(name: str, reduce: str, encode: str, tmp_path: Path) -> None:
     """Sites and a coordinator that only pass messages, against the simulation."""
     s = setting(name)
-    clients = s.clients.seeded(SEED) if hasattr(s.clients, "seeded") else s.clients
+    clients = s.clients.seeded(SEED)
     (tmp_path / "run").mkdir()
     coordinator = Coordinator(
         s.problem, method(name), 5, 4, 3, SEED, tmp_path / "run", "test", participation=Participation(4), reduce=reduce,

@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nestfed.algorithms import build
-from nestfed.core import NestfedError, Power
-from nestfed.data.clients import draw
+from nestfed.core import Batch, NestfedError, Power, Tape
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
 from nestfed.models import WordLSTM
-from nestfed.problems.base import Sample, Tape
 
 WORDS = 12
 
@@ -69,7 +67,7 @@ def test_windows_follow_one_another_and_bring_their_context() -> None:
         before = inputs
     assert torch.equal(clients.sample(1, 4)[1], clients.sample(1, 0)[1])  # a new pass over the text
     assert not set(clients.sample(0, 2)[1].flatten().tolist()) & set(clients.sample(1, 2)[1].flatten().tolist())
-    stacked = draw(clients, [0, 1], range(2, 4))[1]
+    stacked = clients.draw([0, 1], range(2, 4))[1]
     assert all(torch.equal(a[1], b) for a, b in zip(stacked, clients.sample(1, 3)))
 
 
@@ -106,7 +104,7 @@ def test_hidden_state_is_carried_and_gradients_stop_at_the_window() -> None:
     parameters = list(model.parameters())
     manual = torch.cat([g.flatten() for g in torch.autograd.grad(expected, parameters)])
     for eager in (True, False):
-        torch.testing.assert_close(problem.grad(problem.x0, Sample(second, None, Tape(), eager)), manual)
+        torch.testing.assert_close(problem.grad(problem.x0, Batch(second, None, Tape(), eager)), manual)
     without = (second[0][:0], *second[1:])
     assert abs(float((problem.loss(problem.x0, without) - expected).detach())) > 1e-5
     through = F.cross_entropy(model(torch.cat([first[1], second[1]]))[0][7:].flatten(0, 1), second[2].flatten())
@@ -118,7 +116,7 @@ def test_hidden_state_is_carried_and_gradients_stop_at_the_window() -> None:
 def test_gradient_is_clipped_and_words_are_counted() -> None:
     clients = TextClients(chain(400, 0), clients=1, batch=4, bptt=7)
     problem, tape = Language(small(), clip=0.01), Tape()
-    gradient = problem.grad(problem.x0, Sample(clients.sample(0, 1), None, tape, True))
+    gradient = problem.grad(problem.x0, Batch(clients.sample(0, 1), None, tape, True))
     assert float(gradient.norm()) == pytest.approx(0.01, rel=1e-4)
     assert tape.examples == 28
 

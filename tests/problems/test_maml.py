@@ -10,19 +10,18 @@ import pytest
 import torch
 from nestfed_papers import omniglot
 from nestfed_papers.omniglot import Characters, Episodes, FewShotTest, OmniglotClients
-from nestfed_papers.sine import SineClients, SineTest, draw_fit, squared_error
+from nestfed_papers.sine import SineClients, SineTest, draw_fit
 from torch import Tensor, nn
 
 from nestfed.algorithms import build
-from nestfed.core import NestfedError
-from nestfed.data.clients import draw
+from nestfed.core import Batch, NestfedError, Tape
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
 from nestfed.models import OmniglotNet
 from nestfed.models import build as network
-from nestfed.problems.base import Minimize, Sample, Tape
-from nestfed.problems.maml import MAML
+from nestfed.problems.base import Minimize
+from nestfed.problems.maml import MAML, squared_error
 
 EAGER = pytest.mark.parametrize("eager", [True, False], ids=["autograd", "func"])
 VECTORISE = pytest.mark.parametrize("vectorise", [True, False], ids=["vectorised", "in-turn"])
@@ -42,8 +41,8 @@ def tasks(k: int = 3, ns: int = 4, nq: int = 6, d: int = 2) -> Any:
     return (some(k, nq, d), some(k, nq)), (some(k, ns, d), some(k, ns)), torch.tensor([2, 0, 4][:k])
 
 
-def sample(batch: Any, eager: bool) -> Sample:
-    return Sample(batch, None, Tape(), eager)
+def sample(batch: Any, eager: bool) -> Batch:
+    return Batch(batch, None, Tape(), eager)
 
 
 # ---------------------------------------------------------------- the gradient
@@ -245,7 +244,7 @@ def test_sine_protocol() -> None:
         a, b = clients.waves[2, task]
         torch.testing.assert_close(yq[i], a * torch.sin(xq[i, :, 0] + b * torch.pi / 5))
     assert not set(xq.flatten().tolist()) & set(xs.flatten().tolist())
-    stacked = draw(clients, [2, 4], range(6, 8))[1]
+    stacked = clients.draw([2, 4], range(6, 8))[1]
     assert torch.equal(stacked[1][0][0], xs)
     assert torch.equal(stacked[2][0], which)
     seen = {i for t in range(20) for i in clients.sample(0, t)[2].tolist()}

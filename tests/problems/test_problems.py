@@ -15,20 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nestfed import algorithms as a
-from nestfed.core import NestfedError
+from nestfed.core import Batch, NestfedError, Tape
 from nestfed.data.clients import Examples
 from nestfed.engine.simulate import simulate
-from nestfed.problems.base import (
-    Ball,
-    Box,
-    Compositional,
-    Conditional,
-    Minimax,
-    Minimize,
-    Sample,
-    Simplex,
-    Tape,
-)
+from nestfed.problems.base import Ball, Box, Compositional, Conditional, Minimax, Minimize, Simplex
 from nestfed.problems.flat import Flat, KeyedDropout
 
 
@@ -59,8 +49,8 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
 
 
-def sample(batch: Any, eager: bool, key: Tensor | None = None) -> Sample:
-    return Sample(batch, key, Tape(), eager)
+def sample(batch: Any, eager: bool, key: Tensor | None = None) -> Batch:
+    return Batch(batch, key, Tape(), eager)
 
 
 def penalty(model: Any) -> Tensor:

@@ -28,6 +28,7 @@ from torch import nn
 
 # What only some cases need is imported where they need it: two ranks and every worker of the tests load this file.
 from nestfed import algorithms
+from nestfed.core import Clients
 from nestfed.data import partition
 from nestfed.data.clients import Examples
 from nestfed.engine.record import read as read_record
@@ -192,7 +193,7 @@ def _measured(point: torch.Tensor) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class _Sick:
+class _Sick(Clients):
     """Clients of whom one has NaN for data at one iteration."""
 
     clients: Any

@@ -13,7 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, as_clients
 from nestfed.deploy.flower.messages import (
     LOG,
     Custom,
@@ -139,8 +139,7 @@ def _hello(study: Any, message: Message, context: Context) -> RecordDict:
 
     node, _ = _site(study, message, context)
     if isinstance(study, Custom):
-        parts = getattr(study.make().clients, "parts", None)
-        told = Facts(examples=0 if parts is None else len(parts[node.place.n]))
+        told = Facts(examples=as_clients(study.make().clients).examples(node.place.n))
     else:
         told = facts(study, node.place)
     words = stamp_of(
@@ -177,8 +176,7 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
     n = node.place.n
     made = Made(study.make(), lambda model: {}) if isinstance(study, Custom) else at_site(study, node.place, plan)
     problem, algorithm, clients = made.assembly.problem, made.assembly.algorithm, made.assembly.clients
-    if hasattr(clients, "seeded"):
-        clients = clients.seeded(run.seed)
+    clients = as_clients(clients).seeded(run.seed)
     shared = {k: v.to(problem.x0.dtype) for k, v in fields_of(encoding, message.content["shared"]).items()}  # type: ignore[arg-type]
     order = Order(int(words["round"]), int(words["t"]), int(words["seen"]), int(words["tap"]))
     reply = RecordDict({"answer": stamp_of(study, token=token, client=n, round=order.round)})

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import Batch
+from nestfed.core import Batch, Clients, Data, as_batch
 from nestfed.data.random import Purpose, Streams
-from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize, as_sample
+from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
 SLOPE, CURVE = 1.221, 3.0  # bounds of |ρ'| and |ρ''|
 BLOCK = 64
@@ -53,8 +53,8 @@ class Plain(Minimize):
 
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the gradient by hand."""
-        a, y = as_sample(batch).data
-        as_sample(batch).tape.note(y.shape[-1])
+        a, y = as_batch(batch).data
+        as_batch(batch).note(y.shape[-1])
         return (slope(residual(x, a, y)).unsqueeze(-1) * a).mean(-2)
 
 
@@ -74,9 +74,9 @@ class Inner(Conditional):
 
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the gradient by hand."""
-        (y,), eta = as_sample(batch).data
+        (y,), eta = as_batch(batch).data
         eta = eta.squeeze(-2)
-        as_sample(batch).tape.note(y.shape[-1] * (1 + self.m))
+        as_batch(batch).note(y.shape[-1] * (1 + self.m))
         return (slope(residual(x, eta, y)).unsqueeze(-1) * eta).mean(-2)
 
 
@@ -93,8 +93,8 @@ class Nested(Compositional):
 
     def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the inner value and its pullback, by hand."""
-        G = as_sample(batch).data[1]
-        as_sample(batch).tape.note(G.shape[-3])
+        G = as_batch(batch).data[1]
+        as_batch(batch).note(G.shape[-3])
         G = G.mean(-3)
         # One task, whose axis comes first whatever the others are.
         value = (G @ x.unsqueeze(-1)).squeeze(-1).unsqueeze(0)
@@ -102,8 +102,8 @@ class Nested(Compositional):
 
     def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
         """Return ∇f by hand."""
-        c = as_sample(batch).data[0]
-        as_sample(batch).tape.note(c.shape[-2])
+        c = as_batch(batch).data[0]
+        as_batch(batch).note(c.shape[-2])
         return slope(u.unsqueeze(-2) - c).mean(-2)
 
 
@@ -113,7 +113,7 @@ class Game(Minimax):
     def __init__(self, dim: int, dual_dim: int) -> None:
         zeros = torch.zeros(dim + dual_dim, dtype=torch.float64)
 
-        def f(theta: Tensor, w: Tensor, batch: Batch) -> Tensor:
+        def f(theta: Tensor, w: Tensor, batch: Data) -> Tensor:
             a, y, C, e = batch
             return rho(a @ theta - y).mean() + (w * (C @ theta - e).mean(0)).sum() - (w * w).sum() / 2
 
@@ -121,8 +121,8 @@ class Game(Minimax):
 
     def grads(self, theta: Tensor, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return both gradients by hand."""
-        a, y, C, e = as_sample(batch).data
-        as_sample(batch).tape.note(y.shape[-1])
+        a, y, C, e = as_batch(batch).data
+        as_batch(batch).note(y.shape[-1])
         mean = C.mean(-3)
         pull = (slope(residual(theta, a, y)).unsqueeze(-1) * a).mean(-2)
         pull = pull + (mean.transpose(-1, -2) @ w.unsqueeze(-1)).squeeze(-1)
@@ -130,7 +130,7 @@ class Game(Minimax):
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(Clients):
     """Clients that sample their own populations: b points at an iteration, B at the first.
 
     `population` holds arrays (N, K, …) that share an index; `second` arrays have an index of their own (ζ beside ξ).
@@ -142,7 +142,7 @@ class Source:
     spread: float = 0.0
     b: int = 1
     B: int = 1
-    arrange: Callable[..., Batch] = lambda *arrays: arrays
+    arrange: Callable[..., Data] = lambda *arrays: arrays
     seed: int = 0
     _kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -153,11 +153,15 @@ class Source:
         """Return these clients with this seed."""
         return Source(self.population, self.second, self.spread, self.b, self.B, self.arrange, seed)
 
-    def draw(self, ns: Any, ts: range) -> list[Batch]:
+    def sample(self, n: int, t: int) -> Data:
+        """Return client n's batch at iteration t."""
+        return torch.utils._pytree.tree_map(lambda leaf: leaf[0], self.draw([n], range(t, t + 1))[0])
+
+    def draw(self, ns: Any, ts: range) -> list[Data]:
         """Draw for several clients and iterations, as engines ask."""
         return [torch.utils._pytree.tree_map(lambda leaf: leaf[0], self.at((self.seed,), t, ns)) for t in ts]
 
-    def at(self, seeds: tuple[int, ...], t: int, ns: Any = None) -> Batch:
+    def at(self, seeds: tuple[int, ...], t: int, ns: Any = None) -> Data:
         """Return the batch of iteration t for all seeds and clients: leading axes (seeds, clients)."""
         ns = tuple(range(len(self))) if ns is None else tuple(ns)
         block, within = (-1, 0) if t == 0 and self.b != self.B else divmod(t, BLOCK)
@@ -166,7 +170,7 @@ class Source:
             self._kept["key"], self._kept["block"] = key, self._block(seeds, ns, block)
         return torch.utils._pytree.tree_map(lambda leaf: leaf[within], self._kept["block"])
 
-    def _block(self, seeds: tuple[int, ...], ns: tuple[int, ...], block: int) -> Batch:
+    def _block(self, seeds: tuple[int, ...], ns: tuple[int, ...], block: int) -> Data:
         count, size = (1, self.B) if block < 0 else (BLOCK, self.b)
         purpose = Purpose.INNER if block < 0 else Purpose.BATCH
         K, K2 = self.population[0].shape[1], self.second[0].shape[1] if self.second else 1

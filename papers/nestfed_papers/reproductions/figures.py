@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from nestfed.algorithms.adaptive import FAFED, NaiveAdaptive
-from nestfed.core import Batch
+from nestfed.core import Batch, as_batch
 from nestfed.engine.simulate import simulate
 from nestfed.files import write_atomically
-from nestfed.problems.base import Minimize, as_sample
+from nestfed.problems.base import Minimize
 from nestfed.report.drawing import pyplot, save
 from nestfed.report.plot import COLOURS
 from nestfed_papers.reproductions.base import Workshop
@@ -128,8 +128,8 @@ class _ByHand(Minimize):
     """The counter-example with its gradient written out, which is several times faster than by autodiff."""
 
     def grad(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        (weight,) = as_sample(batch).data
-        as_sample(batch).tape.note(1)
+        (weight,) = as_batch(batch).data
+        as_batch(batch).note(1)
         return weight * x.clamp(-1, 1)
 
 

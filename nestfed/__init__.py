@@ -7,7 +7,7 @@ from nestfed.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from nestfed.algorithms import build as algorithm
-    from nestfed.core import NestfedError
+    from nestfed.core import Metric, NestfedError
     from nestfed.data.clients import Examples, Pairs
     from nestfed.engine.simulate import Result, simulate
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
@@ -29,6 +29,7 @@ _HOMES = {
     "FederatedClassifier": "nestfed.study",
     "FederatedMAML": "nestfed.study",
     "FederatedMinimax": "nestfed.study",
+    "Metric": "nestfed.core",
     "Minimax": "nestfed.problems",
     "Minimize": "nestfed.problems",
     "NestfedError": "nestfed.core",
@@ -50,6 +51,7 @@ __all__ = [
     "FederatedClassifier",
     "FederatedMAML",
     "FederatedMinimax",
+    "Metric",
     "Minimax",
     "Minimize",
     "NestfedError",

@@ -7,12 +7,25 @@ import torch.
 from __future__ import annotations
 
 import difflib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeVar,
+    runtime_checkable,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -91,13 +104,64 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._things)
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A number that says how good a model is, and whether higher is better: `Metric("my_score", higher=True)`.
+
+    Values may be None or NaN, which count as the worst: a record writes a value that does not exist as None.
+    """
+
+    name: str
+    higher: bool
+    """Whether higher is better."""
+    function: Callable[[Any, Any], float] | None = None
+    """Computes it from scores and labels."""
+    scores: Literal["ranking", "log-odds"] | None = None
+    """The scores for which `judge` computes it: one per example in any increasing form, or logits. None: for no scores."""
+
+    @property
+    def direction(self) -> str:
+        """The word for the best of several values: Highest or Lowest."""
+        return "Highest" if self.higher else "Lowest"
+
+    @property
+    def floor(self) -> float:
+        """What a value that does not exist counts as: no value is worse."""
+        return -math.inf if self.higher else math.inf
+
+    def signed(self, value: float | None) -> float:
+        """Return a value so that larger is better, for sorting and for differences."""
+        known = self.floor if value is None or math.isnan(value) else value
+        return known if self.higher else -known
+
+    def better(self, a: float | None, b: float | None) -> bool:
+        """Tell whether value a is better than value b."""
+        return self.signed(a) > self.signed(b)
+
+    def reached(self, value: float | None, target: float) -> bool:
+        """Tell whether a value is at least as good as a target."""
+        return value is not None and self.signed(value) >= self.signed(target) and not math.isnan(value + target)
+
+    def best(self, values: Iterable[float]) -> float:
+        """Return the best of some values."""
+        return max(values, key=self.signed)
+
+    def worst(self, values: Iterable[float]) -> float:
+        """Return the worst of some values."""
+        return min(values, key=self.signed)
+
+
 OBJECTIVES: Registry[Any] = Registry("problem")
 EXPERIMENTS: Registry[Path] = Registry("experiment")
 COMMANDS: Registry[Callable[..., None]] = Registry("command")
 
+METRICS: Registry[Metric] = Registry("metric")
+"""`nestfed.metrics` adds the library's own; `nestfed.metrics.find` also knows the names in a record."""
+
 _loaded: set[str] = set()
 
 
+@cache  # looking for entry points takes 10 ms
 def load_plugins() -> None:
     """Import every installed plugin once."""
     for point in entry_points(group="nestfed.plugins"):

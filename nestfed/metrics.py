@@ -1,4 +1,6 @@
-"""How good the scores are: on rows in one place, and over clients that share only counts.
+"""How good a model is: metrics with their direction, on rows in one place and over clients that share only counts.
+
+`Metric` (of nestfed.core) is the only place that knows whether higher is better; `find` looks one up by name.
 
 Conventions, everywhere in this file. ``scores`` are logits, or anything increasing in them for the ranking
 metrics. Binary ``labels`` are 0/1 (or −1/+1, or booleans). A value that does not exist is NaN and not an
@@ -8,16 +10,39 @@ should show as a gap in a curve, not end the run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from nestfed.core import NestfedError
+from nestfed.core import METRICS, Metric, NestfedError, unknown
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
+
+# ------------------------------------------------------------------------------------- direction by name
+
+
+_IN_RECORD = re.compile(r"(?:val_)?(.+?)(?:_\d+)?")
+"""How a record names a metric: val_auroc is taken on validation data, r2_5 after 5 inner steps of a meta-learner."""
+
+
+def find(metric: str | Metric) -> Metric:
+    """Return the metric that a record has under a name, with that name; a `Metric` is returned as it is."""
+    if isinstance(metric, Metric):
+        return metric
+    found = _IN_RECORD.fullmatch(metric)
+    for name in (metric, metric.removeprefix("val_"), found[1] if found else metric):
+        if name in METRICS:
+            return replace(METRICS[name], name=metric)
+    raise NestfedError(
+        f"{unknown('metric', metric, METRICS)} If it is your own, declare whether higher is better: "
+        f'METRICS.add("{metric}", Metric("{metric}", higher=True)) of nestfed.metrics, or pass that Metric itself.'
+    )
+
 
 # ----------------------------------------------------------------------------------- rows in one place
 
@@ -68,10 +93,62 @@ def log_loss(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     return float(losses.mean()) if len(losses) else float("nan")
 
 
-def perplexity(loss: float) -> float:
-    """Perplexity of a language model whose mean cross-entropy per word, in nats, is ``loss``."""
+def perplexity(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
+    """Exponential of the mean cross-entropy, for words the number of equally likely ones."""
     with np.errstate(over="ignore"):  # a diverged model has perplexity inf
-        return float(np.exp(loss))
+        return float(np.exp(log_loss(scores, labels)))
+
+
+def mse(predictions: npt.ArrayLike, targets: npt.ArrayLike) -> float:
+    """Mean squared error; NaN without examples."""
+    p, y = _predicted(predictions, targets)
+    return float(((p - y) ** 2).mean()) if len(p) else float("nan")
+
+
+def mae(predictions: npt.ArrayLike, targets: npt.ArrayLike) -> float:
+    """Mean absolute error; NaN without examples."""
+    p, y = _predicted(predictions, targets)
+    return float(np.abs(p - y).mean()) if len(p) else float("nan")
+
+
+def r2(predictions: npt.ArrayLike, targets: npt.ArrayLike, baseline: float | None = None) -> float:
+    """Share of the squared error of a constant prediction, by default the targets' mean, that the model removes.
+
+    NaN where that error is 0.
+    """
+    p, y = _predicted(predictions, targets)
+    constant = baseline if baseline is not None else y.mean() if len(y) else 0.0
+    total = float(((y - constant) ** 2).sum())
+    return 1 - float(((p - y) ** 2).sum()) / total if total else float("nan")
+
+
+for _metric in (
+    Metric("auroc", True, auroc, "ranking"),
+    Metric("ap", True, average_precision, "ranking"),
+    Metric("accuracy", True, accuracy, "log-odds"),
+    Metric("log_loss", False, log_loss, "log-odds"),
+    Metric("perplexity", False, perplexity),
+    Metric("log_likelihood", True, lambda scores, labels: -log_loss(scores, labels)),
+    Metric("mse", False, mse),
+    Metric("rmse", False, lambda predictions, targets: math.sqrt(mse(predictions, targets))),
+    Metric("mae", False, mae),
+    Metric("r2", True, r2),
+    Metric("auroc_error", False),  # how far counts can be from the value on rows
+    Metric("ap_error", False),
+    Metric("loss", False),  # columns of every record
+    Metric("drift", False),
+):
+    METRICS.add(_metric.name, _metric)
+
+
+def judge(scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = False) -> dict[str, float]:
+    """Return all metrics that apply: of one score per example those of a ranking, of one per class those of logits.
+
+    Single scores that are log-odds, as cross-entropy makes them, have both.
+    """
+    one = np.ndim(scores) == 1
+    kinds = ["ranking"] * one + ["log-odds"] * (log_odds or not one)
+    return {m.name: m.function(scores, labels) for m in METRICS.values() if m.function and m.scores in kinds}
 
 
 # --------------------------------------------------------------------------------- value and certainty
@@ -269,6 +346,13 @@ def _scored(scores: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[Floats, npt.N
     if not (np.isin(y, [0, 1]).all() or np.isin(y, [-1, 1]).all()):
         raise NestfedError(f"Binary labels must be 0/1 or -1/+1, not {np.unique(y)[:5].tolist()}.")
     return s, y > 0
+
+
+def _predicted(predictions: npt.ArrayLike, targets: npt.ArrayLike) -> tuple[Floats, Floats]:
+    p, y = np.asarray(predictions, dtype=np.float64), np.asarray(targets, dtype=np.float64)
+    if p.shape != y.shape:
+        raise NestfedError(f"Regression metrics need one prediction per target, not shapes {p.shape} and {y.shape}.")
+    return p.ravel(), y.ravel()
 
 
 def _classified(logits: Floats, labels: npt.ArrayLike) -> tuple[Floats, Counts]:

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
+from support import simulate
 from test_contract import CASES, method, setting
-
-from nestfed.engine.simulate import simulate
 
 
 def main(folder: Path, rank: int) -> None:

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import simulate
 
 from nestfed.core import NestfedError
-from nestfed.engine.simulate import simulate
 from nestfed.files import NAME, locked
 
 pytest.importorskip("fcntl", reason="this system has no file locks")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from nestfed.core import NestfedError
+from nestfed.core import METRICS, Metric, NestfedError
 from nestfed.metrics import (
     Estimate,
     ScoreHistogram,
@@ -21,8 +21,13 @@ from nestfed.metrics import (
     auroc,
     average_precision,
     confidence_interval,
+    find,
+    judge,
     log_loss,
+    mae,
+    mse,
     perplexity,
+    r2,
 )
 
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure
@@ -104,8 +109,8 @@ def test_accuracy_and_log_loss_by_hand() -> None:
 
 
 def test_perplexity() -> None:
-    assert perplexity(math.log(50)) == pytest.approx(50)
-    assert perplexity(1e6) == math.inf
+    assert perplexity(np.zeros((3, 50)), [0, 7, 49]) == pytest.approx(50)
+    assert perplexity([1e6], [0]) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -286,3 +291,81 @@ def test_confidence_interval_covers_the_mean_as_often_as_it_says() -> None:
 
 def test_estimate_reads_well() -> None:
     assert str(Estimate(0.91234, 0.912, 0.9125)) == "0.9123 ± 0.00034"
+
+
+# --- Direction ---
+
+
+def test_a_metric_knows_which_of_two_values_is_better() -> None:
+    for metric, good, bad in ((find("auroc"), 0.9, 0.6), (find("log_loss"), 0.2, 0.7)):
+        assert metric.better(good, bad)
+        assert not metric.better(bad, good)
+        assert not metric.better(good, good)
+        assert metric.best([bad, good, bad]) == good
+        assert metric.worst([good, bad, good]) == bad
+        assert metric.signed(good) > metric.signed(bad)
+        assert metric.reached(good, bad)
+        assert metric.reached(good, good)
+        assert not metric.reached(bad, good)
+    assert (find("auroc").direction, find("log_loss").direction) == ("Highest", "Lowest")
+
+
+@pytest.mark.parametrize("metric", [Metric("up", higher=True), Metric("down", higher=False)])
+@pytest.mark.parametrize("nothing", [math.nan, None])
+def test_a_value_that_does_not_exist_is_the_worst(metric: Metric, nothing: float | None) -> None:
+    for value in (-1e300, 0.0, 1e300):
+        assert metric.better(value, nothing)
+        assert not metric.better(nothing, value)
+        assert not metric.reached(nothing, value)
+    assert not metric.better(nothing, nothing)
+    assert not metric.reached(0.0, math.nan)
+    assert metric.best([math.nan, 1.0, math.nan]) == 1
+    assert math.isnan(metric.worst([1.0, math.nan]))
+
+
+def test_found_by_the_names_in_a_record() -> None:
+    lower = ["log_loss", "perplexity", "mse", "rmse", "mae", "loss", "drift", "loss_5", "auroc_error", "val_ap_error"]
+    lower += ["gradient_norm", "estimator_error", "inner_error", "accuracy_ci95"]  # of the papers
+    higher = ["auroc", "ap", "accuracy", "log_likelihood", "r2", "r2_1", "val_r2_1", "val_auroc"]
+    assert [find(name).higher for name in lower] == [False] * len(lower)
+    assert [find(name).higher for name in higher] == [True] * len(higher)
+    assert find("val_r2_1").name == "val_r2_1"
+    own = Metric("my_score", higher=False)
+    assert find(own) is own
+
+
+def test_a_name_without_direction_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NestfedError, match=r'METRICS.add\("my_score", Metric\("my_score", higher=True\)\)'):
+        find("my_score")
+    with pytest.raises(NestfedError, match="did you mean log_loss"):
+        find("logloss")
+    for guessed in ("my_loss", "my_error", "my_norm", ""):  # nothing follows from how a name ends
+        with pytest.raises(NestfedError):
+            find(guessed)
+    monkeypatch.setattr(METRICS, "_things", {**METRICS._things})
+    METRICS.add("my_score", Metric("my_score", higher=False))
+    assert find("val_my_score").direction == "Lowest"
+
+
+def test_regression_metrics() -> None:
+    p, y = [1.0, 2.0, 4.0], [1.0, 3.0, 2.0]
+    assert (mse(p, y), mae(p, y)) == pytest.approx((5 / 3, 1))
+    assert METRICS["rmse"].function is not None
+    assert METRICS["rmse"].function(p, y) == pytest.approx(math.sqrt(5 / 3))
+    assert r2(p, y) == pytest.approx(1 - 5 / 2)
+    assert r2(p, y, baseline=0.0) == pytest.approx(1 - 5 / 14)
+    assert r2(y, y) == 1
+    assert math.isnan(r2([1.0, 2.0], [3.0, 3.0]))
+    assert all(math.isnan(f([], [])) for f in (mse, mae, r2))
+    with pytest.raises(NestfedError, match="one prediction per target"):
+        mse([1.0], [1.0, 2.0])
+
+
+def test_judge_computes_what_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    y = [0, 1, 1]
+    assert judge([0.1, 0.2, -3.0], y) == {"auroc": 0.5, "ap": pytest.approx(5 / 6)}
+    assert list(judge([0.1, 0.2, -3.0], y, log_odds=True)) == ["auroc", "ap", "accuracy", "log_loss"]
+    assert list(judge(np.zeros((3, 4)), [0, 3, 2])) == ["accuracy", "log_loss"]
+    monkeypatch.setattr(METRICS, "_things", {**METRICS._things})
+    METRICS.add("mean_score", Metric("mean_score", True, lambda s, _: float(np.mean(s)), "ranking"))
+    assert judge([1.0, 2.0, 3.0], y)["mean_score"] == 2

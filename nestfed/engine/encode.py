@@ -39,7 +39,9 @@ class Encoding:
         """Read "UP" or "UP/DOWN", such as int8 or int8/float16."""
         up, _, down = text.partition("/")
         if down and not up:  # the server would average points that lie near the rounded broadcast, and lose small steps
-            raise NestfedError(f"exchange.encode = {text!r} rounds downloads only; name a kind for uploads too: int8{text}.")
+            raise NestfedError(
+                f"exchange.encode = {text!r} rounds downloads only; name a kind for uploads too: int8{text}."
+            )
         if (up and up not in KINDS) or (down and down not in KINDS[:2]):
             raise NestfedError(
                 f"exchange.encode must be one of {', '.join(KINDS)} for uploads, perhaps followed by /float16 or /bfloat16 "

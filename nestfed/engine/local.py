@@ -297,7 +297,9 @@ class Local:
             now = t + 1
 
         try:
-            self._alone(replace(program, problem=intercepted(self.problem, watched), eager=True, watch=watch), inputs, i)
+            self._alone(
+                replace(program, problem=intercepted(self.problem, watched), eager=True, watch=watch), inputs, i
+            )
         except WrongNumberError as wrong:
             step = f"{where}, iteration {now} (round {round + 1})"
             leaves = tree_leaves(inputs.batches[now - program.span.start])

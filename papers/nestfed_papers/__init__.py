@@ -5,7 +5,7 @@ Importing this module registers what it brings; nothing heavy is imported until 
 
 from pathlib import Path
 
-from nestfed.core import COMMANDS, EXPERIMENTS, OBJECTIVES
+from nestfed.core import COMMANDS, EXPERIMENTS, METRICS, OBJECTIVES, Metric
 
 for _name in ("sine", "omniglot", "language"):
     OBJECTIVES.add(_name, f"nestfed_papers.objectives:build_{_name}")
@@ -13,3 +13,6 @@ for _path in sorted((Path(__file__).parent / "experiments").glob("*.toml")):
     EXPERIMENTS.add(_path.stem, _path)
 COMMANDS.add("reproduce", "nestfed_papers.commands:reproduce")
 COMMANDS.add("results", "nestfed_papers.commands:results")
+# What the measures of convergence and the few-shot test return.
+for _name in ("gradient_norm", "estimator_error", "inner_error", "M", "accuracy_ci95"):
+    METRICS.add(_name, Metric(_name, higher=False))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from cases import SEED, Setting, trace
 from nestfed_papers.toys import ToyClients
+from support import simulate
 from torch import Tensor, nn
 
 from nestfed import algorithms as a
 from nestfed.algorithms import server as servers
 from nestfed.core import Fields, Power, Server, at
 from nestfed.data.clients import Examples
-from nestfed.engine.simulate import simulate
 from nestfed.problems.base import Conditional, Minimax, Minimize
 
 ROUNDS, Q = 4, 3

@@ -10,11 +10,11 @@ import pytest
 import torch
 from cases import trace
 from nestfed_papers.toys import TOYS, CompositionalToy, ConditionalToy, MinimaxToy, PLSaddle, Quadratic, Theorem1
+from support import simulate
 from torch import Tensor
 
 from nestfed import algorithms as a
 from nestfed.core import NestfedError, as_batch
-from nestfed.engine.simulate import simulate
 from nestfed.problems.base import Minimize
 
 

@@ -24,6 +24,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
+from support import simulate
 
 from nestfed.core import NestfedError
 from nestfed.data.encoding import Plan
@@ -31,7 +32,6 @@ from nestfed.deploy import remote
 from nestfed.deploy.flower import Custom, client_app, server, server_app
 from nestfed.deploy.flower.messages import read_plan, stamp_of
 from nestfed.engine.record import read as read_record
-from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
 from nestfed.experiment.spec import Experiment, RunSpec, from_tables

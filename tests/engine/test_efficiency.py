@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import simulate
 from test_contract import CASES, Q, method, setting
 from test_engines_agree import images
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,6 @@ from nestfed.data.clients import Examples
 from nestfed.data.random import Streams
 from nestfed.engine.local import Local, Share
 from nestfed.engine.round import RunState, Span, size
-from nestfed.engine.simulate import simulate
 from nestfed.engine.workers import Workers
 
 TWICE = {"stem", "fafed", "acc-fcsg-m", "fmgda"}

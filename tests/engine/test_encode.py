@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import simulate
 from test_contract import TABLE, method, run, setting
 
 from nestfed.core import NestfedError
 from nestfed.engine.encode import BLOCK, KINDS, SCALE, Encoding, expand, squeeze, wire_form
-from nestfed.engine.simulate import simulate
 
 
 def values(seed: int, d: int, spread: float = 3.0) -> torch.Tensor:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers.toys import Quadratic
+from support import simulate
 from test_contract import CASES, Q, identical, method, setting
 from test_engines_agree import images
 from torch import nn
@@ -30,7 +31,7 @@ from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Participation, RunState, Span, dropout_keys
-from nestfed.engine.simulate import Interrupted, simulate
+from nestfed.engine.run_directory import Interrupted
 from nestfed.problems.base import Box
 
 HERE = Path(__file__).parents[1]
@@ -192,7 +193,7 @@ from test_engines_agree import images
 from nestfed import Examples
 from nestfed.algorithms import Scaffold
 from nestfed.core import NestfedError
-from nestfed.engine.simulate import simulate
+from support import simulate
 
 class Slow(Examples):
     def draw(self, ns, ts):
@@ -304,7 +305,7 @@ def test_a_nan_is_not_the_best() -> None:
     toy = Quadratic(4, 3, seed=1)
     values = iter([math.nan, 1.0, 3.0, math.nan, 2.0])
     found = simulate(
-        toy.problem, FedAvg(0.1), toy.clients, rounds=4, q=2, progress=False, output="best", best="score",
+        toy.problem, FedAvg(0.1), toy.clients, rounds=4, q=2, progress=False, keep="best", metric="score",
         evaluate=lambda model: {"score": next(values)},
     )  # fmt: skip
     short = simulate(toy.problem, FedAvg(0.1), toy.clients, rounds=2, q=2, progress=False)
@@ -325,14 +326,14 @@ def test_outputs() -> None:
     assert torch.equal(last.x, seen[-1])
     assert torch.equal(torch.cat([p.reshape(-1) for p in last.model.parameters()]), last.x)
     seen.clear()
-    best = simulate(problem, FedAvg(0.1), clients, output="best", best="score", **options)
+    best = simulate(problem, FedAvg(0.1), clients, keep="best", metric="score", **options)
     assert torch.equal(best.x, seen[2])
     seen.clear()
-    least = simulate(problem, FedAvg(0.1), clients, output="best", best="-score", **options)
+    least = simulate(problem, FedAvg(0.1), clients, keep="best", metric="-score", **options)
     assert torch.equal(least.x, seen[5])
     seen.clear()
     with pytest.raises(NestfedError, match="asks for 'auroc'"):
-        simulate(problem, FedAvg(0.1), clients, output="best", best="auroc", **options)
+        simulate(problem, FedAvg(0.1), clients, keep="best", metric="auroc", **options)
 
 
 def test_uniform_output_is_the_mean_of_the_clients_at_the_drawn_iteration() -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import simulate
 from test_contract import CASES, Q, method, setting
 from torch import nn
 
 from nestfed import Classify, Examples
 from nestfed.algorithms import TABLE, FedAvg, Scaffold
 from nestfed.core import NestfedError
-from nestfed.engine.simulate import simulate
 
 EVERY = pytest.mark.parametrize("name", CASES)
 HERE = Path(__file__).parents[1]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers.toys import CompositionalToy, Quadratic
+from support import simulate
 from test_engines_agree import close, images
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from nestfed.algorithms import FedAvg, Scaffold, build
 from nestfed.core import NestfedError, Server
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Participation
-from nestfed.engine.simulate import simulate
 
 OPTIONS: dict[str, Any] = {"q": 2, "progress": False, "workers": 1}
 MODES = pytest.mark.parametrize("mode", ["loop", "vmap"])

@@ -11,6 +11,7 @@ from cases import SEED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support import simulate
 from test_contract import method, setting
 from test_engines_agree import close, on_two_ranks, run
 from torch import Tensor
@@ -21,7 +22,6 @@ from nestfed.engine import reduce as robust
 from nestfed.engine.encode import Encoding
 from nestfed.engine.reduce import Reduction
 from nestfed.engine.round import Participation
-from nestfed.engine.simulate import simulate
 
 HERE = Path(__file__).parents[1]
 KINDS = ["median", "trimmed:0.3", "clip:0.05"]
@@ -121,7 +121,7 @@ torch.set_num_threads(1)
 from test_engines_agree import run
 from test_numbers import spoilt
 from nestfed.algorithms import Scaffold
-from nestfed.engine.simulate import simulate
+from support import simulate
 warnings.simplefilter("ignore")
 found = {{}}
 for reduce in {kinds!r}:
@@ -166,7 +166,7 @@ def test_resumes_to_the_last_bit_and_not_as_another(tmp_path: Path) -> None:
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     s = setting("fcsg-m")
     with pytest.raises(NestfedError, match="uniform"):
-        run("fcsg-m", reduce="median", output="uniform")
+        run("fcsg-m", reduce="median", keep="uniform")
     with pytest.raises(NestfedError, match="weights = examples"):
         Coordinator(
             s.problem, method("fcsg-m"), 5, 4, 3, 0, tmp_path, "test", rules=Rules(by_examples=True), reduce="median"

@@ -11,12 +11,12 @@ import pytest
 import torch
 from nestfed_papers import language
 from nestfed_papers.language import Language, TextClients, perplexity
+from support import simulate
 from torch import Tensor
 from torch.nn import functional as F
 
 from nestfed.algorithms import build
 from nestfed.core import Batch, NestfedError, Power, Tape
-from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
 from nestfed.models import WordLSTM

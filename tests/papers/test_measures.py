@@ -17,12 +17,12 @@ from nestfed_papers.measures import (
     together,
 )
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
+from support import simulate
 from torch import Tensor, nn
 
 from nestfed.algorithms import FAFED, FMGDA, STEM, AccFCSGM, LocalMOML, LocalSCGDM
 from nestfed.core import NestfedError
 from nestfed.data.clients import Examples
-from nestfed.engine.simulate import simulate
 from nestfed.problems.auroc import AUROC
 from nestfed.problems.base import Box, Minimax
 from nestfed.problems.maml import MAML

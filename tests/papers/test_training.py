@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import simulate
 from torch import Tensor
 
 from nestfed.algorithms import FCSGM, FMGDA
 from nestfed.data.clients import Examples, Pairs
-from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import judged
 from nestfed.experiment.prepare import DataSpec, PartitionSpec, Prepared, prepare
 from nestfed.experiment.run import run

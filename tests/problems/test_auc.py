@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from support import simulate
 from torch import Tensor, nn
 
 from nestfed.algorithms import CODA, FCSGM, FMGDA, AccFCSGM, FedAvg
 from nestfed.core import NestfedError
 from nestfed.data.clients import Examples, Pairs
-from nestfed.engine.simulate import simulate
 from nestfed.metrics import auroc, average_precision
 from nestfed.models import Mlp
 from nestfed.problems.auprc import AUPRC

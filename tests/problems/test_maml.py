@@ -11,11 +11,11 @@ import torch
 from nestfed_papers import omniglot
 from nestfed_papers.omniglot import Characters, Episodes, FewShotTest, OmniglotClients
 from nestfed_papers.sine import SineClients, SineTest, draw_fit
+from support import simulate
 from torch import Tensor, nn
 
 from nestfed.algorithms import build
 from nestfed.core import Batch, NestfedError, Tape
-from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
 from nestfed.models import OmniglotNet

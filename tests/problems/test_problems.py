@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers.toys import ConditionalToy
+from support import simulate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nestfed import algorithms as a
 from nestfed.core import Batch, NestfedError, Tape
 from nestfed.data.clients import Examples
-from nestfed.engine.simulate import simulate
 from nestfed.problems.base import Ball, Box, Compositional, Conditional, Minimax, Minimize, Simplex
 from nestfed.problems.flat import Flat, KeyedDropout
 

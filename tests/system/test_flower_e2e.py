@@ -246,7 +246,8 @@ def test_a_dishonest_site(federation: Local, tmp_path: Path) -> None:
     # FedAvg over the two honest ones alone.
     from dataclasses import replace
 
-    from nestfed.engine.simulate import simulate
+    from support import simulate
+
     from nestfed.experiment.build import assemble
 
     made = assemble(study)

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import simulate
 from test_contract import method, setting
 from test_engines_agree import alive, images
 
@@ -32,7 +33,6 @@ from nestfed.algorithms import FedAvg, Scaffold
 from nestfed.core import NestfedError
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
-from nestfed.engine.simulate import simulate
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 

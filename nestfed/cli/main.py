@@ -65,7 +65,7 @@ def main() -> None:
             app.command(name)(COMMANDS[name])
         app()
     except NestfedError as error:
-        from nestfed.engine.simulate import Interrupted
+        from nestfed.engine.run_directory import Interrupted
 
         sys.stderr.write(f"nestfed: {error}\n")
         sys.exit(130 if isinstance(error, Interrupted) else 2)
@@ -145,7 +145,7 @@ def run_(
     laps: dict[str, float] = {}
     watched = tensorboard and leads()
     with following(place / "record.jsonl", place / "tensorboard") if watched else nullcontext():
-        history = run(experiment, place, label=experiment.algorithm.name, profile=laps.update if profile else None)
+        history = run(experiment, place, profile=laps.update if profile else None)
     if not leads():
         return
     metrics = list(metrics_of(history[-1]))
@@ -156,7 +156,7 @@ def run_(
         f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {size(end['bytes_up'] + end['bytes_down'])} sent)"
     )
     if metrics:
-        decisive = experiment.run.metric if experiment.run.metric in metrics else metrics[0]
+        decisive = experiment.evaluation.metric if experiment.evaluation.metric in metrics else metrics[0]
         say(f"record       {place / 'record.jsonl'}")
         if drawable():
             shown = {experiment.algorithm.name: [history]}

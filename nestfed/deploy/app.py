@@ -121,11 +121,13 @@ def check_experiment(experiment: Experiment, sites: int) -> None:
         hint = f"this file's methods are {methods}" if methods else "see `nestfed list`"
         raise NestfedError(f"The experiment names no algorithm: choose one with --method ({hint}).")
     build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
-    Encoding.parse(experiment.run.encode)
+    Encoding.parse(experiment.exchange.encode)
     if find(experiment.algorithm.name).single and sites > 1:
         raise NestfedError(f"{experiment.algorithm.name} is a single-machine method, but there are {sites} sites.")
-    if experiment.run.failures:
-        raise NestfedError("run.failures invents failures for a simulation; set it to 0, a deployment has its own.")
+    if experiment.exchange.failures:
+        raise NestfedError(
+            "exchange.failures invents failures for a simulation; set it to 0, a deployment has its own."
+        )
     if experiment.run.sites != "federated":
         raise NestfedError("run.sites = 'alone' needs no deployment; set it to 'federated'.")
     kind = experiment.partition.kind

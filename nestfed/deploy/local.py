@@ -213,7 +213,7 @@ def local(
     from nestfed.engine.progress import Progress
     from nestfed.engine.record import metrics_of
     from nestfed.engine.record import read as read_record
-    from nestfed.engine.simulate import Interrupted
+    from nestfed.engine.run_directory import Interrupted
     from nestfed.experiment.run import claim
 
     check_experiment(experiment, sites)

@@ -23,20 +23,11 @@ from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.encode import RESIDUAL, Encoding, wire_form
 from nestfed.engine.privacy import Noise
+from nestfed.engine.program import TAP, AnyAlgorithm, Program, dropout_keys, span_from
 from nestfed.engine.record import line
 from nestfed.engine.record import read as read_record
 from nestfed.engine.reduce import Reduction
-from nestfed.engine.round import (
-    TAP,
-    AnyAlgorithm,
-    Participation,
-    Program,
-    Record,
-    RunState,
-    drawn,
-    dropout_keys,
-    span_from,
-)
+from nestfed.engine.round import Participation, Record, RunState, drawn
 from nestfed.files import write_atomically
 
 KEEP = 3
@@ -227,18 +218,20 @@ class Coordinator:
     def __post_init__(self) -> None:
         refuse_mismatch(self.problem, self.algorithm)
         if self.participation.failures:
-            raise NestfedError("run.failures invents failures for a simulation; set it to 0, a deployment has its own.")
+            raise NestfedError(
+                "exchange.failures invents failures for a simulation; set it to 0, a deployment has its own."
+            )
         if self.algorithm.single and self.total > 1:
             raise NestfedError(f"{self.algorithm.name} is a single-machine method, but there are {self.total} sites.")
         if self.output not in ("last", "uniform", "best"):
-            raise NestfedError(f"run.output must be last, uniform or best, not {self.output!r}.")
+            raise NestfedError(f"evaluation.keep must be last, uniform or best, not {self.output!r}.")
         self.rules.check(self.total)
         self.participation.check(self.total)
         self.reduction = Reduction.parse(self.reduce)
         if not self.reduction.plain and self.output == "uniform":
-            raise NestfedError(f"run.output = 'uniform' needs run.reduce = 'mean', not {self.reduce!r}.")
+            raise NestfedError(f"evaluation.keep = 'uniform' needs exchange.reduce = 'mean', not {self.reduce!r}.")
         if not self.reduction.plain and self.rules.by_examples:
-            raise NestfedError(f"weights = examples needs run.reduce = 'mean', not {self.reduce!r}.")
+            raise NestfedError(f"weights = examples needs exchange.reduce = 'mean', not {self.reduce!r}.")
         self.blur = Noise.plan(self.noise, self.reduction, self.participation, self.total)
         # Who is asked follows from the seed, which every site knows: nothing is gained by sampling.
         self.promise = replace(self.blur, rate=1.0).statement(self.rounds, self.algorithm.shared) if self.blur else ""

@@ -157,9 +157,7 @@ def _build(experiment: Experiment, prepared: Prepared, plan: Plan) -> Assembly:
 
 
 def _divided(experiment: Experiment) -> Prepared:
-    return prepare(
-        experiment.data, experiment.partition, experiment.run.seed, own_test=experiment.run.evaluate == "clients"
-    )
+    return prepare(experiment.data, experiment.partition, experiment.run.seed)
 
 
 def _part(prepared: Prepared, n: int) -> np.ndarray:

@@ -119,7 +119,7 @@ def read(
 def _saved(tensors: dict[str, Tensor], numbers: Any, like: Saved | None) -> Saved:
     """Return what a checkpoint holds, after checking it: anybody may have written the file."""
     seen = tensors.pop("seen")
-    groups: dict[str, dict[str, Tensor]] = {group: {} for group in _TENSORS}
+    groups: dict[str, Any] = {group: {} for group in _TENSORS}
     for name, value in tensors.items():
         group, _, key = name.partition(".")
         groups[group][key] = value

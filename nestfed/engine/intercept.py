@@ -15,7 +15,7 @@ from nestfed.engine.round import Reply
 P = TypeVar("P", bound=Problem)
 Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
-EVALUATIONS: Mapping[type[Problem], tuple[str, ...]] = {
+EVALUATIONS: Mapping[Any, tuple[str, ...]] = {
     Differentiable: ("grad",),
     Composed: ("inner", "outer_grad"),
     Saddle: ("grads",),

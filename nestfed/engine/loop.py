@@ -97,7 +97,7 @@ def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirector
     try:
         work = next(loop, None)
         while work is not None:
-            work = _send(loop, federation.run(work.order, work.shared, work.evaluate))
+            work = send(loop, federation.run(work.order, work.shared, work.evaluate))
     except Interrupted:
         raise
     except NestfedError as error:
@@ -106,7 +106,8 @@ def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirector
         raise
 
 
-def _send(loop: Generator[Work, Reply, None], reply: Reply) -> Work | None:
+def send(loop: Generator[Work, Reply, None], reply: Reply) -> Work | None:
+    """Give the loop a reply; return its next work, or None at the end."""
     try:
         return loop.send(reply)
     except StopIteration:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError
 from nestfed.data.random import Purpose, Streams
 from nestfed.engine.encode import Encoding
 from nestfed.engine.reduce import Reduction
-from nestfed.metrics import Metric
 
 
 @dataclass(frozen=True)

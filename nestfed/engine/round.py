@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestfed.core import DivergedError, Fields, NestfedError, Problem
+from nestfed.core import DivergedError, Fields, Metric, NestfedError, Problem
 from nestfed.engine.options import Exchange
 from nestfed.engine.privacy import Noise
 from nestfed.engine.program import TAP, AnyAlgorithm, Span
-from nestfed.metrics import Metric
 
 Record = dict[str, Any]
 """A round's line: round, iteration, participants, loss, drift, examples, bytes_up, bytes_down, seconds, the metrics."""

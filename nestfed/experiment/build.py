@@ -68,9 +68,7 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
 
 def _labelled(experiment: Experiment, seed: int) -> Assembly:
     """Classification, AUROC and AUPRC on labelled examples."""
-    if experiment.run.evaluate not in ("central", "clients"):
-        raise NestfedError(f"run.evaluate must be central or clients, not {experiment.run.evaluate!r}.")
-    prepared = prepare(experiment.data, experiment.partition, seed, own_test=experiment.run.evaluate == "clients")
+    prepared = prepare(experiment.data, experiment.partition, seed)
     return labelled(experiment, prepared, prepared.positive_rate, seed)
 
 
@@ -104,9 +102,11 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
         if spec.name == "auroc":
             problem = AUROC(model, p=p, sigmoid=spec.sigmoid, clip=clip)
     metric = "ap" if spec.name == "auprc" else "auroc" if binary else "accuracy"
-    judge = partial(score, prepared=prepared, device=experiment.run.device, odds=spec.name == "classify")
+    judge = partial(score, prepared=prepared, device=experiment.execution.device, odds=spec.name == "classify")
     validation = None if prepared.validation is None else partial(judge, held=prepared.validation)
-    ranks = partial(scored, prepared=prepared, held=prepared.test, device=experiment.run.device) if binary else None
+    ranks = (
+        partial(scored, prepared=prepared, held=prepared.test, device=experiment.execution.device) if binary else None
+    )
     return Assembly(
         problem, None, clients, partial(judge, held=prepared.test), metric, validation, prepared.summary, ranks
     )

@@ -56,12 +56,18 @@ class DataSpec:
     """The share of the training examples that is set aside for tuning, before anything is removed."""
     test: float = 0.25
     """The share that is set aside as test set where the origin names none, or by every client of its own."""
+    held_out: str = "central"
+    """Who holds the test set: central, or clients (each sets aside rows of its own and shares only counts of scores)."""
     split: int = 0
     """Which test set that is. It does not depend on run.seed: tuning, which has a seed of its own, must not see it."""
     group: str = ""
     """The column whose values (patients) never stand on both sides of a split; "patient" if there is such a column."""
     limit: int = 0
     """At most so many training examples, for quick tries; 0 means all."""
+
+    def __post_init__(self) -> None:
+        if self.held_out not in ("central", "clients"):
+            raise NestfedError(f"data.held_out must be central or clients, not {self.held_out!r}.")
 
 
 @dataclass(frozen=True)
@@ -120,15 +126,14 @@ class Prepared:
         return x if self.transform is None else self.transform(x)
 
 
-def prepare(
-    data: DataSpec, parts: PartitionSpec, seed: int, *, own_test: bool = False, scaling: Scaling | None = None
-) -> Prepared:
+def prepare(data: DataSpec, parts: PartitionSpec, seed: int, *, scaling: Scaling | None = None) -> Prepared:
     """Load, label, set aside, remove, divide and scale.
 
-    The test set is the origin's, else a share set aside by `data.split`. With `own_test` there is none in the middle:
+    The test set is the origin's, else a share set aside by `data.split`. If the clients hold the test set,
     the clients are made first, of the origin's training examples, and each keeps a share of its own for testing (and
     of the rest for validation). A `scaling` from elsewhere takes the place of these examples' own.
     """
+    own_test = data.held_out == "clients"
     if data.remove not in ("", "positive", "negative"):
         raise NestfedError(f"data.remove must be 'positive' or 'negative', not {data.remove!r}.")
     whole, test = _load(data)

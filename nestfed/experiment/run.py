@@ -60,7 +60,6 @@ def run(
     experiment: Experiment,
     out: Path,
     *,
-    label: str = "",
     progress: bool | None = None,
     picture: bool = True,
     profile: Callable[[Mapping[str, float]], None] | None = None,
@@ -79,7 +78,7 @@ def run(
         return read_record(out / "record.jsonl")
     with locked(out) if leads() else nullcontext():
         try:
-            return _run(experiment, out, label, progress, picture and leads(), profile, until, tuning)
+            return _run(experiment, out, progress, picture and leads(), profile, until, tuning)
         except NestfedError:
             if fresh and leads() and not read_record(out / "record.jsonl"):
                 shutil.rmtree(out)  # nothing was done, so nothing is left
@@ -89,7 +88,6 @@ def run(
 def _run(
     experiment: Experiment,
     out: Path,
-    label: str,
     progress: bool | None,
     picture: bool,
     profile: Callable[[Mapping[str, float]], None] | None,
@@ -109,9 +107,7 @@ def _run(
             plot.clients(made.summary, out / "clients.png")
     if experiment.run.sites == "alone":
         return _alone(experiment, made, out, until)
-    if experiment.run.sites != "federated":
-        raise NestfedError(f"run.sites must be federated or alone, not {experiment.run.sites!r}.")
-    history = _simulate(experiment, made, made.clients, out, label, progress, until, profile)
+    history = _simulate(experiment, made, made.clients, out, progress, until, profile)
     if leads():
         _finish(experiment, out, history)
     return history
@@ -122,7 +118,6 @@ def _simulate(
     made: Any,
     clients: Any,
     out: Path,
-    label: str,
     progress: bool | None,
     until: int,
     profile: Callable[[Mapping[str, float]], None] | None = None,
@@ -132,8 +127,9 @@ def _simulate(
 
     from nestfed.engine.simulate import simulate
 
-    spec = experiment.run
-    metric = spec.metric or made.metric
+    spec, evaluation = experiment.run, experiment.evaluation
+    if evaluation.keep == "best":
+        evaluation = replace(evaluation, metric=f"val_{evaluation.metric or made.metric}")
     result = simulate(
         made.problem,
         made.algorithm,
@@ -141,28 +137,12 @@ def _simulate(
         rounds=min(spec.rounds, until or spec.rounds),
         q=spec.q,
         seed=spec.seed,
-        device=spec.device,
-        mode=spec.mode,  # type: ignore[arg-type]
-        workers=spec.workers,
-        compile=spec.compile,
-        precision=spec.precision,  # type: ignore[arg-type]
-        accumulate=spec.accumulate,
-        memory_limit=round(spec.memory_gb * 1e9),
         evaluate=made.evaluate,
-        every=spec.every,
-        output=spec.output,  # type: ignore[arg-type]
-        best=f"val_{metric}" if spec.output == "best" else "",
-        participation=spec.participation or None,
-        failures=spec.failures,
-        encode=spec.encode,
-        reduce=spec.reduce,
-        noise=spec.noise,
-        on_nan=spec.on_nan,
+        evaluation=evaluation,
+        exchange=experiment.exchange,
+        execution=replace(experiment.execution, profile=profile is not None),
         directory=out,
-        checkpoint_every=spec.checkpoint_every,
         progress=progress,
-        label=label,
-        profile=profile is not None,
     )
     if profile is not None:
         profile(result.profile)
@@ -188,7 +168,7 @@ def _alone(experiment: Experiment, made: Any, out: Path, until: int) -> list[Rec
     histories = []
     for n in range(len(made.clients)):
         single = replace(made.clients, parts=[made.clients.parts[n]], names=[made.clients.label(n)])
-        histories.append(_simulate(experiment, made, single, out / f"client-{n}", f"client {n}", False, until))
+        histories.append(_simulate(experiment, made, single, out / f"client-{n}", False, until))
     merged = []
     for rows in zip(*histories):
         record = dict(rows[0])
@@ -235,7 +215,7 @@ def _work(job: Job) -> NestfedError | None:
     """Carry out a job in a worker process; return an error that the user can mend."""
     import torch
 
-    from nestfed.engine.simulate import Interrupted
+    from nestfed.engine.run_directory import Interrupted
 
     torch.set_num_threads(1)
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nestfed.core import EXPERIMENTS, NestfedError, Power
+from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 from nestfed.experiment.prepare import DataSpec, PartitionSpec
 
 for _path in sorted((Path(__file__).parent / "packaged").glob("*.toml")):
@@ -69,44 +70,19 @@ class ProblemSpec:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The [run] table: how long, how it is evaluated, where."""
+    """The [run] table: how long."""
 
     rounds: int = 100
+    """Communication rounds."""
     q: int = 10
+    """Local iterations in each."""
     seed: int = 0
-    every: int = 1
-    evaluate: str = "central"
-    """central: on the test set. clients: each on examples of its own; only counts of scores are put together."""
-    metric: str = ""
-    """The metric that decides: for tuning, for output = "best", and in tables."""
-    output: str = "last"
-    participation: int | float = 0
-    """Clients per round by count (whole number) or probability; 0 means all."""
-    failures: float = 0.0
-    encode: str = ""
-    """What is sent in fewer bits: float16, bfloat16 or int8 for uploads; int8/float16 rounds downloads too."""
-    reduce: str = "mean"
-    """In place of the mean over clients: median, trimmed:SHARE, or clip:NORM, the mean of clipped changes."""
-    noise: float = 0.0
-    """Gaussian noise for privacy, in multiples of clip's NORM; ε is told."""
-    on_nan: str = "stop"
-    """What becomes of a run when a client's numbers go wrong: stop, or "drop" that client from its round."""
-    mode: str = "auto"
-    """How clients are run: vmap (vectorised), loop (one after another), or auto."""
-    workers: int = 0
-    """Processes that share the clients out; 0 means as many as pay."""
-    compile: bool = False
-    """Compile vectorised steps: some seconds at the start, then small dense problems are several times faster."""
-    precision: str = "full"
-    """bf16 computes products and convolutions in 16 bits; all state keeps its own type."""
-    accumulate: int = 1
-    """Evaluate every batch in this many pieces, when it does not fit as a whole."""
-    memory_gb: float = 0.0
-    """What clients keep between rounds lies on disk beyond this; 0 means half of the machine's memory."""
-    device: str = "cpu"
-    checkpoint_every: int = 10
     sites: str = "federated"
-    """federated, or "alone": every client trains by itself and the metrics are averaged."""
+    """federated, or alone: every client trains by itself and the metrics are averaged."""
+
+    def __post_init__(self) -> None:
+        if self.sites not in ("federated", "alone"):
+            raise NestfedError(f"run.sites must be federated or alone, not {self.sites!r}.")
 
 
 @dataclass(frozen=True)
@@ -127,12 +103,15 @@ class Experiment:
     problem: ProblemSpec = ProblemSpec()
     algorithm: AlgorithmSpec = AlgorithmSpec()
     run: RunSpec = RunSpec()
+    evaluation: Evaluation = Evaluation()
+    exchange: Exchange = Exchange()
+    execution: Execution = Execution()
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The tables as they were written, for overriding and for the record."""
 
     @property
     def methods(self) -> dict[str, Mapping[str, Any]]:
-        """The [methods.NAME] tables: what differs from the rest of the file, and the `grid` to tune over."""
+        """The [methods.NAME] tables: what differs from the rest of the file, and what to `tune`."""
         return dict(self.source.get("methods", {}))
 
     def resolved(self) -> dict[str, Any]:
@@ -171,14 +150,20 @@ class Experiment:
                 raise
             return self._with_algorithm(name)
         tables = copy.deepcopy(dict(self.source))
-        for section, table in self.methods[name].items():
-            if section == "grid":
+        own = {"algorithm": {}, **self.methods[name]}
+        for section, table in own.items():
+            if section == "tune":
                 continue
             if section not in _SECTIONS:
-                raise NestfedError(f"methods.{name}.{section}: the sections are {_known()} and grid.")
-            keep = {} if section == "algorithm" else tables.get(section, {})
+                raise NestfedError(f"methods.{name}.{section}: the sections are {_known()} and tune.")
+            keep = {"name": name} if section == "algorithm" else tables.get(section, {})
             tables[section] = {**keep, **table}
         return from_tables(tables)
+
+    def grid(self, name: str) -> dict[str, Any]:
+        """Return what a method tunes, by dotted setting; a name without a section is one of its hyper-parameters."""
+        given = self.methods.get(name, {}).get("tune", {})
+        return {key if "." in key else f"algorithm.{key}": values for key, values in given.items()}
 
     def _with_algorithm(self, name: str) -> Experiment:
         """Return the experiment with another algorithm that keeps the hyper-parameters it also has."""
@@ -192,11 +177,8 @@ class Experiment:
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those settings that decide the numbers: all but how the clients are run."""
-    how = ("mode", "workers", "compile", "accumulate", "memory_gb", "device")
-    # Settings that did not always exist leave the name of an older experiment as it was.
-    new = {"reduce": "mean", "noise": 0.0, "on_nan": "stop"}
-    run = {k: v for k, v in settings.get("run", {}).items() if k not in how and (k not in new or v != new[k])}
-    return {**settings, "run": run}
+    execution = {"precision": settings["execution"]["precision"]} if "execution" in settings else {}
+    return {**settings, "execution": execution}
 
 
 _SECTIONS: dict[str, type] = {
@@ -206,7 +188,19 @@ _SECTIONS: dict[str, type] = {
     "problem": ProblemSpec,
     "algorithm": AlgorithmSpec,
     "run": RunSpec,
+    "evaluation": Evaluation,
+    "exchange": Exchange,
+    "execution": Execution,
 }
+_MOVED = {
+    "run.evaluate": "data.held_out",
+    "run.output": "evaluation.keep",
+    "run.participation": "exchange.count (clients per round) or exchange.share (their probability)",
+    "run.noise": "exchange.privacy = { clip, noise }",
+    **{f"run.{f.name}": f"{section}.{f.name}" for section in ("evaluation", "exchange", "execution")
+       for f in dataclasses.fields(_SECTIONS[section])},
+}  # fmt: skip
+"""Settings of version 0.1 and where they are now."""
 
 
 def _known() -> str:
@@ -301,6 +295,8 @@ def _refuse_odd_methods(methods: Any) -> None:
     for name, table in methods.items():
         if not isinstance(table, Mapping):
             raise _SettingError("methods", name, f"methods.{name} must be a table, not {table!r}.")
+        if "grid" in table:
+            raise _SettingError("methods", name, f"methods.{name}.grid is now methods.{name}.tune.")
         for section, inner in table.items():
             if not isinstance(inner, Mapping):
                 raise _SettingError("methods", name, f"methods.{name}.{section} must be a table, not {inner!r}.")
@@ -318,31 +314,49 @@ def _section(section: str, cls: type, table: Any) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {}
     for key, value in table.items():
+        if moved := _MOVED.get(f"{section}.{key}"):
+            raise _SettingError(section, key, f"{section}.{key} is now {moved}.")
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1, 0.5)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}."
             raise _SettingError(section, key, f"unknown setting {section}.{key}; {hint}")
         values[key] = _typed(section, key, value, fields[key].default)
-    return cls(**values)
+    try:
+        return cls(**values)
+    except NestfedError as error:  # the table rejects a value
+        key = next((k for k in values if f"{section}.{k}" in str(error)), "")
+        raise _SettingError(section, key, str(error)) from error
 
 
 def _typed(section: str, key: str, value: Any, default: Any) -> Any:
-    """Return a setting in the type of its default, or refuse it."""
+    """Return a setting in the type of its default, or reject it."""
+    if (section, key) == ("exchange", "privacy"):
+        return _privacy(value)
     if isinstance(default, tuple):
         if not isinstance(value, list | tuple):
             raise _SettingError(section, key, f"{section}.{key} must be a list, not {value!r}.")
         return tuple(value)
     if isinstance(default, bool) or isinstance(value, bool):
         fits = isinstance(default, bool) and isinstance(value, bool)
-    elif isinstance(default, float) or key == "participation":
+    elif isinstance(default, float):
         fits = isinstance(value, int | float)
-        value = float(value) if fits and key != "participation" else value
+        value = float(value) if fits else value
     else:
         fits = isinstance(value, type(default))
     if not fits:
         kind = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[type(default)]
         raise _SettingError(section, key, f"{section}.{key} must be {kind}, not {value!r}.")
     return value
+
+
+def _privacy(value: Any) -> Gaussian | None:
+    if value is None or isinstance(value, Gaussian):
+        return value
+    if not isinstance(value, Mapping) or set(value) != {"clip", "noise"}:
+        raise _SettingError(
+            "exchange", "privacy", f"exchange.privacy must be a table {{ clip = 1.0, noise = 1.1 }}, not {value!r}."
+        )
+    return Gaussian(**value)
 
 
 def _setting(value: Any) -> Any:

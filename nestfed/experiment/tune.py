@@ -90,8 +90,8 @@ def search_space(experiment: Experiment, method: str) -> dict[str, BaseDistribut
     A range is {low, high}, with log = true for one of orders of magnitude; whole numbers at both ends mean whole numbers.
     """
     space: dict[str, BaseDistribution] = {}
-    for key, given in experiment.methods.get(method, {}).get("grid", {}).items():
-        where = f"methods.{method}.grid.{key!r}"
+    for key, given in experiment.grid(method).items():
+        where = f"methods.{method}.tune.{key!r}"
         if isinstance(given, list) and given:
             space[key] = CategoricalDistribution([_scalar(value) for value in given])
         elif isinstance(given, Mapping) and {"low", "high"} <= set(given) <= {"low", "high", "log"}:
@@ -113,7 +113,7 @@ def _scalar(value: Any) -> Any:
 
 def _settings(experiment: Experiment, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a trial's settings as they stand in the file, in the file's order."""
-    grid = experiment.methods.get(method, {}).get("grid", {})
+    grid = experiment.grid(method)
     originals = {k: {_scalar(v): v for v in given} if isinstance(given, list) else {} for k, given in grid.items()}
     return {k: originals[k].get(params[k], params[k]) for k in grid}
 
@@ -140,7 +140,7 @@ class _Search:
         made = []
         for s in range(self.seeds):
             # What the run would output does not matter here, and "uniform" could not pause.
-            fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed + s, "run.output": "last"}
+            fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed + s, "evaluation.keep": "last"}
             tables = self.variant.with_overrides({**self.settings(trial), **fixed}).source
             tables = {k: v for k, v in tables.items() if k != "methods"}
             name = f"trial-{trial.number:03d}" + (f"-again-{s}" if s else "")
@@ -252,8 +252,8 @@ def _open(
     """Return a method's study, new or gone on with, with all its trials drawn."""
     space = search_space(experiment, method)
     count = number(space, trials)
-    rungs = pauses(variant.run.rounds, variant.run.every) if stopping else []
-    grid = experiment.methods[method]["grid"]
+    rungs = pauses(variant.run.rounds, variant.evaluation.every) if stopping else []
+    grid = experiment.grid(method)
     several = [seeds] if seeds > 1 else []
     told = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs, *several], sort_keys=True)
     identity = hashlib.sha256(told.encode()).hexdigest()
@@ -303,7 +303,7 @@ def tune(
         start = {k: d.choices[0] if isinstance(d, CategoricalDistribution) else d.low for k, d in space.items()}  # type: ignore[attr-defined]
         start = _settings(experiment, name, start)
         made = assemble(variant.with_overrides(start))
-        metric = experiment.run.metric or made.metric
+        metric = experiment.evaluation.metric or made.metric
         judges[name] = f"val_{metric}"
         if all(d.single() for d in space.values()):
             found[name] = Tuned(name, start)
@@ -349,7 +349,7 @@ def tuned_tables(experiment: Experiment, tuned: Mapping[str, Tuned]) -> dict[str
     tables = copy.deepcopy(dict(experiment.source))
     for name, outcome in tuned.items():
         table = tables.setdefault("methods", {}).setdefault(name, {})
-        table.pop("grid", None)
+        table.pop("tune", None)
         table["algorithm"] = dict(experiment.for_method(name).source["algorithm"])  # a method's table replaces it whole
         for key, value in outcome.chosen.items():
             section, _, setting = key.partition(".")

@@ -315,7 +315,7 @@ def _metrics(histories: Sequence[History], settings: Mapping[str, Any]) -> list[
     keys = dict.fromkeys(k for history in histories for record in history for k, v in record.items() if v is not None)
     found = [k for k in keys if k not in COSTS and not k.startswith("val_")]
     found = [k for k in found if k.removesuffix("_error") not in found or not k.endswith("_error")]  # certainties
-    return sorted(found, key=lambda k: k != settings["run"]["metric"])
+    return sorted(found, key=lambda k: k != settings["evaluation"]["metric"])
 
 
 def _score_figures(places: Mapping[str, Path]) -> list[Figure]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nestfed import theory
 from nestfed.core import Algorithm, DivergedError, NestfedError, __version__
+from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.engine.round import Record
 from nestfed.engine.simulate import Result, simulate
 from nestfed.models import build
@@ -136,10 +137,10 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
                     rounds=self.rounds,
                     q=self.q,
                     seed=seed,
-                    device=self.device,
                     evaluate=evaluate,
-                    every=max(1, self.rounds // 20),
-                    participation=self.participation,
+                    evaluation=Evaluation(every=max(1, self.rounds // 20)),
+                    exchange=_exchange(self.participation),
+                    execution=Execution(device=self.device),
                     progress=self.verbose,
                 )
                 refuse_runaway(result.history)
@@ -232,6 +233,13 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
     def __sklearn_is_fitted__(self) -> bool:
         """Tell scikit-learn whether `fit` was called."""
         return hasattr(self, "module_")
+
+
+def _exchange(participation: int | float | None) -> Exchange:
+    """Return who takes part: so many clients (int), each with a probability (float), or all (None)."""
+    if isinstance(participation, int):
+        return Exchange(count=participation)
+    return Exchange() if participation is None else Exchange(share=participation)
 
 
 def refuse_runaway(history: Sequence[Record]) -> None:

@@ -69,7 +69,7 @@ def build_language(experiment: Experiment, seed: int) -> Assembly:
     clients = language.TextClients(text.train, experiment.partition.clients, spec.batch, spec.bptt)
 
     def judge(m: Any, part: Tensor) -> Metrics:
-        value = language.perplexity(m, part.to(experiment.run.device), spec.bptt)
+        value = language.perplexity(m, part.to(experiment.execution.device), spec.bptt)
         return {"log_likelihood": -math.log(value), "perplexity": value}
 
     test, validation = partial(judge, part=text.test), partial(judge, part=text.validation)

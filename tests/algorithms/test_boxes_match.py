@@ -11,7 +11,7 @@ import pytest
 from cases import SETTINGS, TASKS, Setting, trace
 
 from nestfed import algorithms as a
-from nestfed.engine.round import span_from
+from nestfed.engine.program import span_from
 
 Q = 3
 ROUNDS = 5

@@ -101,7 +101,7 @@ def test_a_run_leaves_its_directory_and_is_not_run_twice(here: Here) -> None:
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(here: Here, tmp_path: Path) -> None:
-    words = [*SMALL, "run.rounds=120", "run.every=40", "--out"]
+    words = [*SMALL, "run.rounds=120", "evaluation.every=40", "--out"]
     started = subprocess.Popen(
         [sys.executable, "-m", "nestfed", *words, "cut"],
         cwd=tmp_path,
@@ -144,7 +144,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(here: Here, tmp_path: Path) -
         (("run.q=0",), ("q", "at least 1")),
         (("run.rounds=-3",), ("rounds",)),
         (("run.rounds=many",), ("run.rounds", "whole number")),
-        (("run.mode=fast",), ("mode", "vmap")),
+        (("execution.mode=fast",), ("mode", "vmap")),
         (("data.name=digit",), ("digit", "digits")),
         (("data.binary=false", "data.remove=''"), ("two classes",)),
         (("model.name=mpl",), ("mpl", "mlp")),
@@ -154,7 +154,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(here: Here, tmp_path: Path) -
         (("problem.margin=-1",), ("margin",)),
         (("nonsense",), ("section.name=value",)),
         (("runn.q=1",), ("runn",)),
-        (("run.participation=99",), ("participation",)),
+        (("exchange.count=99",), ("participation",)),
     ],
 )
 def test_wrong_input_is_one_sentence_and_leaves_nothing(
@@ -166,7 +166,7 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(
 
 def test_a_divergent_step_names_client_and_iteration(here: Here) -> None:
     settings = ("problem.name=auroc", "algorithm.name=local-sgda", "algorithm.eta_theta=100", "algorithm.eta_w=1")
-    words = ("run", "demo", *settings, "partition.clients=4", "run.checkpoint_every=1", "run.q=1", "--out", "x")
+    words = ("run", "demo", *settings, "partition.clients=4", "execution.checkpoint_every=1", "run.q=1", "--out", "x")
     here.refused(words, "client", "iteration", "NaN", "last good checkpoint is in x")
     records = read_record(here.cwd / "x" / "record.jsonl")
     assert len(records) > 2

@@ -701,7 +701,7 @@ def test_a_packaged_experiment_of_another_kind(name: str, method: str, tmp_path:
     from nestfed.experiment.run import run
     from nestfed.experiment.spec import read
 
-    changes = {"run.rounds": 3, "run.every": 1, "run.q": 2}
+    changes = {"run.rounds": 3, "evaluation.every": 1, "run.q": 2}
     if name == "sine":
         changes["problem.test_tasks"] = 20
     else:
@@ -919,8 +919,8 @@ def test_init_refuses(tmp_path: Path) -> None:
     for folder, study, sites, sentence in (
         (tmp_path, experiment, 4, "not empty"),
         (tmp_path / "a", experiment, 3, "partition.clients=3"),
-        (tmp_path / "a", experiment.with_overrides({"run.failures": 0.1}), 4, "invents failures"),
-        (tmp_path / "a", experiment.with_overrides({"run.encode": "int4"}), 4, "run.encode"),
+        (tmp_path / "a", experiment.with_overrides({"exchange.failures": 0.1}), 4, "invents failures"),
+        (tmp_path / "a", experiment.with_overrides({"exchange.encode": "int4"}), 4, "exchange.encode"),
         (
             tmp_path / "a",
             experiment.with_overrides({"algorithm.name": "bsgd", "algorithm.alpha": 1.0}),

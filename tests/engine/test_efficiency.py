@@ -15,7 +15,8 @@ from nestfed.algorithms import TABLE, FedAvg, Scaffold
 from nestfed.data.clients import Examples
 from nestfed.data.random import Streams
 from nestfed.engine.local import Local, Share
-from nestfed.engine.round import RunState, Span, size
+from nestfed.engine.program import Span
+from nestfed.engine.round import RunState, size
 from nestfed.engine.workers import Workers
 
 TWICE = {"stem", "fafed", "acc-fcsg-m", "fmgda"}

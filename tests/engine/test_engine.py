@@ -29,8 +29,9 @@ from nestfed.algorithms import TABLE, FedAdam, FedAMS, FedAvg, FedYogi, Scaffold
 from nestfed.core import Batch, NestfedError, Tape
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
+from nestfed.engine.program import Span, dropout_keys
 from nestfed.engine.record import read as read_record
-from nestfed.engine.round import Participation, RunState, Span, dropout_keys
+from nestfed.engine.round import Participation, RunState
 from nestfed.engine.run_directory import Interrupted
 from nestfed.problems.base import Box
 

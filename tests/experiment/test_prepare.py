@@ -385,7 +385,7 @@ def test_packaged_comparisons_are_fair(name: str) -> None:
             algorithm.ends_round(0, trial.run.q)  # refuses stages that do not fit
             assert issubclass(KINDS[trial.problem.name], algorithm.accepts)
             assert trial.data.validation > 0
-            assert trial.run.metric == experiment.run.metric
+            assert trial.evaluation.metric == experiment.evaluation.metric
     assert len(trials) == 1
 
 

@@ -23,7 +23,7 @@ from nestfed.experiment.run import TUNING_SEED, run
 from nestfed.experiment.spec import Experiment, read
 from nestfed.experiment.tune import Halving, drawn, pauses, search_space, tune, tuned_tables, write_tuned
 
-SMALL = {"run.rounds": 4, "run.q": 1, "run.every": 1, "partition.clients": 2}
+SMALL = {"run.rounds": 4, "run.q": 1, "evaluation.every": 1, "partition.clients": 2}
 
 
 def small(**grids: Any) -> Experiment:
@@ -157,7 +157,7 @@ def test_going_on_after_an_end_at_any_moment_finds_the_same(tmp_path: Path) -> N
 
 
 def test_trials_that_fail_are_the_worst_and_all_failing_is_said(tmp_path: Path) -> None:
-    game = {"problem.name": "auroc", "run.rounds": 12, "run.q": 10, "run.every": 12}
+    game = {"problem.name": "auroc", "run.rounds": 12, "run.q": 10, "evaluation.every": 12}
     experiment = small(fedavg={}).with_overrides(game)
     tables = dict(experiment.source)
     tables["methods"] = {"local-sgda": {"algorithm": {"name": "local-sgda", "eta_w": 0.1}}}
@@ -201,7 +201,7 @@ def test_what_is_no_fault_of_the_settings_stops_the_tuning(tmp_path: Path) -> No
 
 def test_a_seed_that_diverges_does_not_end_a_comparison(tmp_path: Path) -> None:
     """It counts with the last model that was evaluated before, is told, and is not run again."""
-    game = {"problem.name": "auroc", "run.rounds": 12, "run.q": 10, "run.every": 1}
+    game = {"problem.name": "auroc", "run.rounds": 12, "run.q": 10, "evaluation.every": 1}
     experiment = small(fedavg={}).with_overrides(game)
     tables = dict(experiment.source)
     tables["methods"] = {
@@ -288,7 +288,7 @@ def test_compare_tunes_with_the_same_machinery(tmp_path: Path) -> None:
 
 # --- Real processes ---
 
-WORDS = ("tune", "demo", "run.rounds=16", "run.q=5", "run.every=2", "--trials", "4", "--method", "fedavg")  # fmt: skip
+WORDS = ("tune", "demo", "run.rounds=16", "run.q=5", "evaluation.every=2", "--trials", "4", "--method", "fedavg")  # fmt: skip
 
 
 def start(cwd: Path, out: str, workers: int) -> subprocess.Popen[str]:

@@ -117,7 +117,7 @@ def test_listing_and_times() -> None:
 
 def test_time_is_rounds_times_measured_seconds() -> None:
     """A method's trials by hand: the better half goes on after rounds 5 and 10 of 20."""
-    experiment = Case("x", "fcsg-table2-mnist").build(Budget(changes={"run.rounds": 20, "run.every": 5}))
+    experiment = Case("x", "fcsg-table2-mnist").build(Budget(changes={"run.rounds": 20, "evaluation.every": 5}))
     assert work._trial_rounds(experiment, "fcsg", Budget()) == (4 * 5 + 2 * 5 + 1 * 10, 7)
     assert work._trial_rounds(experiment, "fcsg", Budget(trials=3)) == (3 * 5 + 2 * 5 + 1 * 10, 6)
     sine = Case("x", "sine").build(Budget())
@@ -398,8 +398,8 @@ def test_records_survive_being_written(tmp_path: Path) -> None:
 TINY = Reproduction(
     "tiny",
     "Average precision on digits",
-    {"quick": Budget(2, 2, {"run.rounds": 2, "run.q": 1, "run.every": 1, "partition.clients": 2}),
-     "standard": Budget(2, 2, {"run.rounds": 2, "run.q": 1, "run.every": 1, "partition.clients": 2}, departs="It is tiny.")},
+    {"quick": Budget(2, 2, {"run.rounds": 2, "run.q": 1, "evaluation.every": 1, "partition.clients": 2}),
+     "standard": Budget(2, 2, {"run.rounds": 2, "run.q": 1, "evaluation.every": 1, "partition.clients": 2}, departs="It is tiny.")},
     claims=[Claim("FedAvg ends at least at 0.1", claims.reaches("digits", {"fedavg": 0.1}))],
     cases=[Case("digits", "demo", published={"fedavg": 0.1}, higher=0.9999)],
     needs=("digits",),

@@ -74,7 +74,7 @@ NAMES = [n for n in packaged() if read(n).problem.name in ("classify", "auroc", 
 def test_a_round_of_every_packaged_comparison(name: str, tmp_path: Path) -> None:
     """On its real data, with every method as its first trial has it (Tiny-ImageNet: tests/test_language.py)."""
     experiment = read(name)
-    metric = experiment.run.metric
+    metric = experiment.evaluation.metric
     for method in experiment.methods:
         first = {k: values[0] for k, values in experiment.methods[method].get("grid", {}).items()}
         trial = experiment.for_method(method).with_overrides({**first, "run.rounds": 1})

@@ -80,7 +80,7 @@ def test_what_an_extra_is_for_says_its_name(fresh: Fresh) -> None:
     assert "nestfed[flower]" in fresh.refused("deploy", "local", "study.toml", "--sites", "2")
     assert "nestfed[plot]" in fresh.refused("reproduce", "fmgda-figure1", "--budget", "quick")
     assert "nestfed[privacy]" in fresh.refused(
-        "run", "study.toml", "run.noise=1.0", "run.reduce=clip:1.0", "--out", "four"
+        "run", "study.toml", "run.noise=1.0", "exchange.reduce=clip:1.0", "--out", "four"
     )
 
 

@@ -28,9 +28,10 @@ from torch import nn
 
 # What only some cases need is imported where they need it: two ranks and every worker of the tests load this file.
 from nestfed import algorithms
-from nestfed.core import Clients
+from nestfed.core import Clients, Metric
 from nestfed.data import partition
 from nestfed.data.clients import Examples
+from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 from nestfed.engine.record import read as read_record
 from nestfed.engine.simulate import simulate
 from nestfed.models import build as network
@@ -94,20 +95,15 @@ def simulated(settings: Settings) -> Values:
             rounds=s["rounds"],
             q=s["local_steps"],
             seed=s["seed"],
-            mode="vmap" if s["how"].startswith("vmap") else "loop",
-            workers=2 if s["how"].endswith("workers") else 1,
-            accumulate=s["pieces"],
-            memory_limit=1 if s["on_disk"] else 0,
             measure=lambda shared: _measured(shared[method.point]),
-            every=s["evaluate_every"],
-            output=s["outcome"],
-            best=s["judge"],
-            participation=s["participation"],
-            failures=s["failures"],
-            encode=s["encoding"],
-            reduce=s["reduction"],
-            noise=s["noise"],
-            on_nan=s["bad_numbers"],
+            evaluation=_evaluation(s),
+            exchange=_exchange(s),
+            execution=Execution(
+                mode="vmap" if s["how"].startswith("vmap") else "loop",
+                workers=2 if s["how"].endswith("workers") else 1,
+                accumulate=s["pieces"],
+                memory_gb=1e-9 if s["on_disk"] else 0.0,
+            ),
             directory=s["folder"],
             progress=False,
         )
@@ -122,6 +118,25 @@ def simulated(settings: Settings) -> Values:
     if s["sick"]:
         values["warnings"] = len(told)
     return values
+
+
+def _evaluation(s: Settings) -> Evaluation:
+    metric = Metric(s["judge"].removeprefix("-"), higher=not s["judge"].startswith("-"))
+    return Evaluation(every=s["evaluate_every"], keep=s["outcome"], metric=metric if s["judge"] else "")
+
+
+def _exchange(s: Settings) -> Exchange:
+    part = s["participation"]
+    privacy = Gaussian(float(s["reduction"].removeprefix("clip:")), s["noise"]) if s["noise"] else None
+    return Exchange(
+        count=part if isinstance(part, int) else 0,
+        share=part if isinstance(part, float) else 1.0,
+        failures=s["failures"],
+        encode=s["encoding"],
+        reduce="mean" if privacy else s["reduction"],
+        privacy=privacy,
+        on_nan=s["bad_numbers"],
+    )
 
 
 def on_two_ranks(runs: Mapping[str, Settings]) -> Values:

@@ -43,11 +43,12 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     ),
     "judged-by-clients": experiment(
         {"name": "classify", "batch": 8}, {"name": "fedadam", "eta": 0.2, "eta_g": 0.05, "tau": 0.01},
-        run={"evaluate": "clients", "participation": 3, "every": 2},
+        data={**DIGITS, "held_out": "clients"}, exchange={"count": 3}, evaluation={"every": 2},
     ),
     "best-of-robust": experiment(
         AUPRC, {"name": "fcsg-m", "alpha": 0.2, "beta": 0.5},
-        run={"output": "best", "metric": "ap", "reduce": "median", "encode": "int8", "failures": 0.2},
+        evaluation={"keep": "best", "metric": "ap"},
+        exchange={"reduce": "median", "encode": "int8", "failures": 0.2},
     ),
     "every-site-alone": experiment({"name": "classify", "batch": 8}, FEDAVG, run={"sites": "alone"}),
     "invariant": experiment(
@@ -67,17 +68,17 @@ for name, tables in EXPERIMENTS.items():
 STUDY = experiment(
     AUPRC,
     {"name": "fcsg"},
-    run={"rounds": 4, "metric": "ap"},
+    run={"rounds": 4},
+    evaluation={"metric": "ap"},
     methods={
         "fedavg": {
             "problem": {"name": "classify", "batch": 8},
-            "algorithm": {"name": "fedavg"},
-            "grid": {"algorithm.eta": [0.01, 0.1, 1.0]},
+            "tune": {"eta": [0.01, 0.1, 1.0]},
         },
         "fcsg-m": {
-            "algorithm": {"name": "fcsg-m", "beta": 0.5},
-            "grid": {
-                "algorithm.alpha": {"low": 0.01, "high": 1.0, "log": True},
+            "algorithm": {"beta": 0.5},
+            "tune": {
+                "alpha": {"low": 0.01, "high": 1.0, "log": True},
                 "problem.margin": [0.1, 0.5],
             },
         },

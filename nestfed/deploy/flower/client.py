@@ -161,7 +161,7 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
     from nestfed.deploy.site import Made, at_site
 
     node, words = _site(study, message, context)
-    run, encoding = study.run, Encoding.parse(study.run.encode)
+    run, encoding = study.run, Encoding.parse(study.exchange.encode)
     token = str(words["token"])
     if not re.fullmatch(r"[0-9a-f]{16}", token):
         raise NestfedError("The order has no proper token.")

@@ -428,7 +428,7 @@ class _Server:
         return at_coordinator(self.study, plan), self.study.problem.name in LABELLED
 
     def _rounds(self, c: Coordinator, made: Assembly, tells: bool, plan: Plan, token: str) -> None:
-        every = self.study.run.every
+        every = self.study.evaluation.every
         while True:
             due = c.state.round % every == 0 or c.over
             began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Many seeds at once: the engine's own round on states with leading axes (seeds, clients).
+"""Many seeds at once: the engine's own loop on states with leading axes (seeds, clients).
 
-The methods are written on flat vectors, elementwise, so `engine.sync.Program` runs them on all seeds and clients in one
+The methods are written on flat vectors, elementwise, so a client's program runs them on all seeds and clients in one
 call when the problem's gradient takes leading axes too; without a function transform, a step costs the same for 16 seeds
 as for one. `check()` compares the outcome with `simulate`, seed by seed.
 """
@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from nestfed.core import Fields
-from nestfed.engine.round import AnyAlgorithm, Program, span_from
+from nestfed.engine.local import Local
+from nestfed.engine.loop import Plan, rounds, send
+from nestfed.engine.options import Evaluation, Exchange, Execution
+from nestfed.engine.program import AnyAlgorithm, Program, span_from
+from nestfed.engine.round import Order, Reply, Rules, RunState
+from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.simulate import simulate
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 from nestfed_papers.complexity.settings import Setting, Source
@@ -39,27 +44,56 @@ def run(
     problem: Any, algorithm: AnyAlgorithm, clients: Source, T: int, q: int, seeds: tuple[int, ...], watch: Watch
 ) -> Outcome:
     """Run at least T iterations, to the end of a round; watch every synchronised point, the first one included."""
-    start = problem.x0.expand(len(seeds), 1, -1)
-    template = algorithm.init(problem, start)
-    shared: Fields = {k: getattr(template, k) for k in algorithm.shared}
-    private: Fields = {k: getattr(template, k) for k in algorithm.private}
-    state = algorithm.server.init(shared)
-    t = rounds = examples = 0
+    total = T_rounds = 0
+    while total < T:
+        total, T_rounds = span_from(algorithm, total, q).stop, T_rounds + 1
+    template = algorithm.init(problem, problem.x0.expand(len(seeds), 1, -1))
+    federation = Batched(problem, algorithm, clients, template, seeds)
+    state = RunState.start(algorithm, template, len(clients))
+    rules = Rules(problem, algorithm, Exchange(), len(clients))
+    plan, evaluation = Plan(rules, T_rounds, q, 0, Evaluation()), Evaluation()
+    book = RunDirectory(
+        None, "", federation, point=algorithm.point, rounds=T_rounds, evaluation=evaluation, checkpoint_every=T_rounds
+    )
     values, reach = [], 0.0
     with torch.no_grad():
-        while t < T:
-            span = span_from(algorithm, t, q)
-            program = Program(problem, algorithm, template, span, eager=True)
-            batches = [clients.at(seeds, i) for i in range(*span)]
-            upload, private, _ = program(shared, private, None, batches, [None] * len(batches))
-            mean = {k: v.mean(1, keepdim=True) for k, v in upload.items()}
-            state, shared = algorithm.server.update(state, shared, mean, 1.0)
-            examples += program.examples * len(clients)
-            t, rounds = span.stop, rounds + 1
-            values.append(watch(shared))
-            if rounds % 4 == 0:
-                reach = max(reach, float(shared[algorithm.point].norm(dim=-1).max()))
-    return Outcome(torch.stack(values), rounds, t, examples, shared, reach)
+        loop = rounds(plan, state, book)
+        work = next(loop, None)
+        while work is not None:
+            work = send(loop, federation.run(work.order, work.shared))
+            values.append(watch(state.shared))
+            if state.round % 4 == 0:
+                reach = max(reach, float(state.shared[algorithm.point].norm(dim=-1).max()))
+    return Outcome(torch.stack(values), state.round, state.t, state.examples, state.shared, reach)
+
+
+class Batched(Local):
+    """All clients of all seeds in one call: a field has leading axes (seeds, clients)."""
+
+    def __init__(
+        self, problem: Any, algorithm: AnyAlgorithm, clients: Source, template: Any, seeds: tuple[int, ...]
+    ) -> None:
+        self.problem, self.method, self.source, self.seeds, self.template = problem, algorithm, clients, seeds, template
+        self.fields: Fields = {k: getattr(template, k) for k in algorithm.private}
+
+    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
+        """Run a round of everybody."""
+        program = Program(self.problem, self.method, self.template, order.span, eager=True)
+        batches = [self.source.at(self.seeds, t) for t in range(*order.span)]
+        upload, self.fields, report = program(shared, self.fields, None, batches, [None] * len(batches))
+        count = len(order.asked)
+        return Reply(
+            {k: v.sum(1, keepdim=True) for k, v in upload.items()},
+            answered=list(order.asked),
+            downloads=count,
+            weight=count,
+            moved=float(report.moved),
+            examples=program.examples * count,
+        )
+
+    def own(self) -> Fields:
+        """Return nothing: these runs are not saved."""
+        return {}
 
 
 def squared_gradient(setting: Setting, point: str = "x") -> Watch:
@@ -76,8 +110,9 @@ def check(cases: dict[str, tuple[Setting, AnyAlgorithm]]) -> float:
         found = run(problem, algorithm, clients, 20, 5, (3, 8), squared_gradient(setting, algorithm.point))
         for i, seed in enumerate((3, 8)):
             truth = simulate(
-                problem, algorithm, clients, rounds=found.rounds, q=5, seed=seed, progress=False, mode="vmap"
-            )
+                problem, algorithm, clients, rounds=found.rounds, q=5, seed=seed, progress=False,
+                execution=Execution(mode="vmap"),
+            )  # fmt: skip
             assert truth.history[-1]["examples"] == found.examples, algorithm.name
             for name, value in truth.shared.items():
                 worst = max(worst, float((found.shared[name][i, 0] - value).abs().max()))

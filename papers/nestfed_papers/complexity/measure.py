@@ -18,7 +18,7 @@ from nestfed.algorithms.compositional import LocalSCGDM
 from nestfed.algorithms.conditional import FCSG, FCSGM, AccFCSGM
 from nestfed.algorithms.minimax import FMGDA
 from nestfed.core import Fields, at
-from nestfed.engine.round import AnyAlgorithm
+from nestfed.engine.program import AnyAlgorithm
 from nestfed.problems.invariant import InvariantLogistic
 from nestfed.theory import COMPLEXITY, Prescription, prescribe
 from nestfed_papers.complexity.batched import Outcome, Watch, check, run, squared_gradient

@@ -231,18 +231,16 @@ class Case:
 
 def _swept(experiment: Experiment, method: str, setting: str, values: Sequence[Any]) -> Experiment:
     tables = copy.deepcopy(dict(experiment.source))
-    base = {k: v for k, v in tables["methods"][method].items() if k != "grid"}
+    base = {k: v for k, v in tables["methods"][method].items() if k != "tune"}
     section, _, key = setting.partition(".")
     tables["methods"] = {}
     for value in values:
         table = copy.deepcopy(base)
         table.setdefault(section, {})[key] = value
         if setting == "run.q":  # at equal iterations, not rounds
-            run = experiment.run
-            table["run"] |= {
-                "rounds": max(1, run.rounds * run.q // value),
-                "every": max(1, run.every * run.q // value),
-            }
+            run, every = experiment.run, experiment.evaluation.every
+            table["run"]["rounds"] = max(1, run.rounds * run.q // value)
+            table["evaluation"] = {"every": max(1, every * run.q // value)}
         tables["methods"][f"{key}={value}"] = table
     return from_tables(tables)
 

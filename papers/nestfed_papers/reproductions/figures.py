@@ -13,6 +13,7 @@ import torch
 
 from nestfed.algorithms.adaptive import FAFED, NaiveAdaptive
 from nestfed.core import Batch, as_batch
+from nestfed.engine.options import Execution
 from nestfed.engine.simulate import simulate
 from nestfed.files import write_atomically
 from nestfed.problems.base import Minimize
@@ -145,7 +146,14 @@ def _path(toy: Theorem1, algorithm: Any, rounds: int, q: int) -> list[float]:
 
     problem = _ByHand(toy.problem.f, toy.problem.x0)
     found = simulate(
-        problem, algorithm, toy.clients, rounds=rounds, q=q, measure=measure, mode="loop", workers=1, progress=False
+        problem,
+        algorithm,
+        toy.clients,
+        rounds=rounds,
+        q=q,
+        measure=measure,
+        execution=Execution(mode="loop", workers=1),
+        progress=False,
     )
     return [record["x"] for record in found.history if record.get("x") is not None]
 

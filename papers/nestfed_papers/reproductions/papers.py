@@ -53,7 +53,7 @@ SMALL_BATCHES: Mapping[str, Any] = {
     "problem.inner_positives": 5,
 }
 FCSG = ("fcsg", "fcsg-m", "acc-fcsg-m")
-SHORT: Mapping[str, Any] = {"run.rounds": 2, "run.q": 2, "run.every": 2, "partition.clients": 4}
+SHORT: Mapping[str, Any] = {"run.rounds": 2, "run.q": 2, "evaluation.every": 2, "partition.clients": 4}
 """What the quick budget makes of an image experiment."""
 
 
@@ -79,7 +79,7 @@ AP = {
 OMNIGLOT_SMALL: Mapping[str, Any] = {
     "problem.tasks": 1,
     "problem.queries": 5,
-    "run.participation": 4,
+    "exchange.count": 4,
     "problem.clip": 1.0,
 }
 OMNIGLOT_STEPS = (
@@ -102,8 +102,8 @@ def _omniglot(
                     **OMNIGLOT_SMALL,
                     "run.rounds": 1,
                     "run.q": 1,
-                    "run.every": 1,
-                    "run.participation": 2,
+                    "evaluation.every": 1,
+                    "exchange.count": 2,
                     "problem.test_tasks": 8,
                 },
                 factor=0.05,
@@ -112,7 +112,7 @@ def _omniglot(
             "standard": Budget(
                 seeds=3,
                 trials=9,
-                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "run.every": every},
+                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "evaluation.every": every},
                 trial_rounds=rounds // 2,
                 memory=2.0,
                 departs=f"{rounds} rounds, trials of {rounds // 2}; 4 of the 16 clients take part in a round, with one task an iteration; 5 queries "
@@ -139,7 +139,7 @@ FCSG_PAPER = [
             "quick": Budget(
                 seeds=2,
                 trials=2,
-                changes={"run.rounds": 4, "run.q": 5, "run.every": 1},
+                changes={"run.rounds": 4, "run.q": 5, "evaluation.every": 1},
                 factor=0.1,
                 departs="4 rounds of 5 iterations: a rehearsal.",
             ),
@@ -187,8 +187,8 @@ FCSG_PAPER = [
             ),
             "standard": Budget(
                 seeds=3,
-                changes={"run.rounds": 20, "run.every": 5},
-                only_for={"CIFAR-10": {**SMALL_BATCHES, "run.rounds": 100, "run.every": 10}},
+                changes={"run.rounds": 20, "evaluation.every": 5},
+                only_for={"CIFAR-10": {**SMALL_BATCHES, "run.rounds": 100, "evaluation.every": 10}},
                 trial_rounds=20,
                 factors={"CIFAR-10": 0.45},
                 memory=2.0,
@@ -246,7 +246,7 @@ AUROC_BUDGETS = {
         trials=2,
         changes={**SHORT, "data.validation": 0.02},
         only_for={
-            "Tiny-ImageNet": {"run.rounds": 1, "run.q": 1, "run.every": 1, "problem.batch": 4, "data.limit": 200}
+            "Tiny-ImageNet": {"run.rounds": 1, "run.q": 1, "evaluation.every": 1, "problem.batch": 4, "data.limit": 200}
         },
         factor=0.05,
         memory=3.0,
@@ -254,8 +254,8 @@ AUROC_BUDGETS = {
     ),
     "standard": Budget(
         seeds=3,
-        changes={"run.rounds": 20, "run.every": 5},
-        only_for={"Fashion-MNIST": {"run.rounds": 60, "run.every": 5}},
+        changes={"run.rounds": 20, "evaluation.every": 5},
+        only_for={"Fashion-MNIST": {"run.rounds": 60, "evaluation.every": 5}},
         trial_rounds=20,
         cases=("Fashion-MNIST", "CIFAR-10"),
         memory=2.0,
@@ -317,7 +317,7 @@ FMGDA_PAPER = [
 SINE, SINE_OTHERS = "sine waves", ("local-bsgd", "local-scgd", "local-moml")
 SINE_QUICK = Budget(
     seeds=2,
-    changes={"run.rounds": 6, "run.every": 3, "problem.test_tasks": 60},
+    changes={"run.rounds": 6, "evaluation.every": 3, "problem.test_tasks": 60},
     factor=2.0,
     departs="6 rounds, 60 test tasks: a rehearsal.",
 )
@@ -356,8 +356,8 @@ def _alphabets(number: int, ways: int) -> Reproduction:
                     **OMNIGLOT_SMALL,
                     "run.rounds": 1,
                     "run.q": 1,
-                    "run.every": 1,
-                    "run.participation": 2,
+                    "evaluation.every": 1,
+                    "exchange.count": 2,
                     "problem.test_tasks": 8,
                 },
                 factor=0.05 * heavy,
@@ -365,7 +365,12 @@ def _alphabets(number: int, ways: int) -> Reproduction:
             ),
             "standard": Budget(
                 seeds=3,
-                changes={**OMNIGLOT_SMALL, "run.rounds": rounds, "run.every": rounds // 2, "problem.test_tasks": tasks},
+                changes={
+                    **OMNIGLOT_SMALL,
+                    "run.rounds": rounds,
+                    "evaluation.every": rounds // 2,
+                    "problem.test_tasks": tasks,
+                },
                 factor=heavy,
                 memory=3.0,
                 departs=f"{rounds} rounds; 4 of the 33 clients take part in a round, with one task an iteration; 5 queries a "
@@ -466,14 +471,14 @@ FAFED_PAPER = [
             "quick": Budget(
                 seeds=2,
                 trials=2,
-                changes={"run.rounds": 2, "run.q": 2, "run.every": 1, "data.limit": 40000, "partition.clients": 4},
+                changes={"run.rounds": 2, "run.q": 2, "evaluation.every": 1, "data.limit": 40000, "partition.clients": 4},
                 factor=0.05,
                 departs="2 rounds of 2 iterations on 4 clients: a rehearsal.",
             ),
             "standard": Budget(
                 seeds=5,
                 trials=8,
-                changes={"run.rounds": 20, "run.every": 5},
+                changes={"run.rounds": 20, "evaluation.every": 5},
                 trial_seeds=2,
                 stopping=False,
                 departs="200,000 words, the 1,000 most frequent of them, 2 layers of 32, dropout 0.2, batches of 10 sequences of "
@@ -514,7 +519,7 @@ FAFED_PAPER = [
             "standard": Budget(
                 seeds=3,
                 trial_rounds=20,
-                changes={"run.rounds": 60, "run.every": 10},
+                changes={"run.rounds": 60, "evaluation.every": 10},
                 only_for={"Fashion-MNIST, low": {"problem.batch": 50, "run.q": 10, "run.rounds": 160}},
                 cases=("Fashion-MNIST, low", "Fashion-MNIST, high"),
                 memory=2.0,
@@ -566,7 +571,7 @@ def _institutions(name: str, title: str, data: str, higher: float) -> Reproducti
             "quick": Budget(
                 seeds=2,
                 trials=2,
-                changes={"run.rounds": 4, "run.q": 2, "run.every": 2},
+                changes={"run.rounds": 4, "run.q": 2, "evaluation.every": 2},
                 factor=0.3,
                 departs="4 rounds of 2 iterations: a rehearsal.",
             ),

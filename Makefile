@@ -14,11 +14,11 @@ test: $(READY)
 
 # Real Flower processes on this machine, TLS and keys on, some of them killed (about seven minutes).
 test-deploy: $(READY)
-	$(RUN) -m pytest -m slow tests/test_flower_e2e.py
+	$(RUN) -m pytest -m slow tests/system/test_flower_e2e.py
 
 # The built wheel alone in a new environment without extras (about three minutes).
 test-wheel: $(READY)
-	$(RUN) -m pytest -m slow tests/test_wheel.py
+	$(RUN) -m pytest -m slow tests/system/test_wheel.py
 
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow
@@ -38,7 +38,7 @@ docs: $(READY)
 
 # The theorems' rates, measured (about ten minutes of one core).
 complexity: $(READY)
-	$(RUN) benchmarks/complexity/measure.py
+	$(RUN) papers/measurements/complexity/measure.py
 
 # Seconds a round against bare gradients and a loop by hand (about half an hour); needs the data sets (NESTFED_DATA).
 bench: $(READY)

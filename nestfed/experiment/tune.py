@@ -303,7 +303,7 @@ def tune(
         start = {k: d.choices[0] if isinstance(d, CategoricalDistribution) else d.low for k, d in space.items()}  # type: ignore[attr-defined]
         start = _settings(experiment, name, start)
         made = assemble(variant.with_overrides(start))
-        metric = experiment.evaluation.metric or made.metric
+        metric = str(experiment.evaluation.metric or made.metric)
         judges[name] = f"val_{metric}"
         if all(d.single() for d in space.values()):
             found[name] = Tuned(name, start)

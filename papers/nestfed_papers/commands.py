@@ -1,4 +1,4 @@
-"""What this package adds to the command line."""
+"""The commands that this package adds to the command line."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from nestfed.cli.main import TensorBoard, say, show_table, status, write_events_
 def reproduce(
     name: Annotated[str, typer.Argument(help="A figure or table, such as fcsg-table2; see --list.")] = "",
     budget: Annotated[
-        str, typer.Option(help="quick (a rehearsal), standard, or full (the paper's size).")
+        str, typer.Option(help="quick (a short test), standard, or full (the paper's size).")
     ] = "standard",
-    seeds: Annotated[int, typer.Option(help="How many seeds.", show_default="those of the budget")] = 0,
-    out: Annotated[Path, typer.Option("--out", help="Directory of all reproductions.")] = Path("runs/reproduce"),
-    list_: Annotated[bool, typer.Option("--list", help="Show what there is, and what each needs.")] = False,
+    seeds: Annotated[int, typer.Option(help="Number of seeds.", show_default="that of the budget")] = 0,
+    out: Annotated[Path, typer.Option("--out", help="Directory for all reproductions.")] = Path("runs/reproduce"),
+    list_: Annotated[bool, typer.Option("--list", help="List the reproductions and what each needs.")] = False,
     tensorboard: TensorBoard = False,
 ) -> None:
-    """Repeat a figure or table of the papers, ours beside the published; the same command goes on when interrupted."""
-    from nestfed_papers import reproduce as work
+    """Reproduce a figure or table and compare it with the published values. Run it again to resume."""
+    from nestfed_papers import estimate, page, run
 
     if list_ or not name:
-        show_table(["name", "what it is", "data", "quick", "standard", "full", "memory"], work.listing())
+        show_table(["name", "what it is", "data", "quick", "standard", "full", "memory"], estimate.listing())
         say("\nTimes are estimates for two cores, tuning included, from measured seconds per round.")
         return
     with status() as tell:
-        evidence, place = work.reproduce(name, budget, seeds, out, tell=tell)
+        evidence, place = run.reproduce(name, budget, seeds, out, tell=tell)
     if tensorboard:
         for data, folder in evidence.meta["folders"].items():
-            write_events_below(out / folder, place / "tensorboard" / work.slug(data))
+            write_events_below(out / folder, place / "tensorboard" / run.slug(data))
     for data in evidence.data():
         say(f"[bold]{data}[/bold]")
-        show_table(work.header(evidence, data), [work.cells(row, evidence, data) for row in work.rows(evidence, data)])
+        show_table(page.header(evidence, data), [page.cells(row, evidence, data) for row in page.rows(evidence, data)])
         say()
-    for claim, verdict in work.verdicts(evidence):
+    for claim, verdict in page.verdicts(evidence):
         say(f"[bold]{verdict.outcome}[/bold]: {claim}. {verdict.figures}")
     say(f"\nreport   {place / 'report.html'}\nrecords  {place / 'records.jsonl'}")
 
 
 def results(
-    source: Annotated[Path, typer.Argument(help="Directory of reproductions.")] = Path("runs/reproduce"),
-    papers: Annotated[Path, typer.Option(help="Where the small records are kept.")] = Path("benchmarks/papers"),
-    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/results.md"),
+    source: Annotated[Path, typer.Argument(help="Directory of the reproductions.")] = Path("runs/reproduce"),
+    records: Annotated[Path, typer.Option(help="Directory of the records.")] = Path("papers/records"),
+    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("papers/results.md"),
 ) -> None:
-    """Collect the records of reproductions, and write results.json and the page of results from them."""
+    """Collect the records of reproductions and write the results page and results.json from them."""
     from nestfed_papers.results import write
 
-    names = write(source, papers, page)
-    say(f"{page} and {papers / 'results.json'} tell of {len(names)} reproductions: {', '.join(names) or 'none'}.")
+    names = write(source, records, page)
+    say(f"Wrote {len(names)} reproductions to {page} and {records / 'results.json'}: {', '.join(names) or 'none'}.")

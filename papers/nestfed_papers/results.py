@@ -11,22 +11,23 @@ from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.files import write_atomically
-from nestfed_papers.reproduce import cells, departs, draw, header, length, outdated, rows, verdicts
+from nestfed_papers.page import cells, draw, header, length, rows, verdicts
 from nestfed_papers.reproductions.base import Evidence
+from nestfed_papers.reproductions.lookup import departs, outdated
 from nestfed_papers.reproductions.papers import REPRODUCTIONS
 
 RECORDS = "records.jsonl"
 CURVES = "curves.png"
 
 
-def collect(source: Path, papers: Path, pictures: Path) -> list[str]:
-    """Copy the records of reproductions (not of quick ones) into `papers`/NAME and their figures; return the names."""
+def collect(source: Path, records: Path, pictures: Path) -> list[str]:
+    """Copy the records of reproductions (not of quick ones) into `records`/NAME and their figures; return the names."""
     names = []
     for path in sorted(source.glob(f"*/{RECORDS}")):
         evidence = Evidence.read(path)
         if evidence.budget == "quick" or (evidence.budget != "full" and _has_full(source, evidence.name)):
             continue
-        place = papers / evidence.name
+        place = records / evidence.name
         place.mkdir(parents=True, exist_ok=True)
         if (place / RECORDS).exists():
             evidence = _joined(Evidence.read(place / RECORDS), evidence)
@@ -61,9 +62,9 @@ def figures(evidence: Evidence) -> list[str]:
     return list(evidence.numbers.get("figures", ())) or [CURVES] * bool(evidence.runs)
 
 
-def held(papers: Path) -> dict[str, Evidence]:
-    """Return the records that are in `papers`, in the order of the table of reproductions."""
-    places = {name: papers / name / RECORDS for name in REPRODUCTIONS}
+def held(records: Path) -> dict[str, Evidence]:
+    """Return the records that are in `records`, in the order of the table of reproductions."""
+    places = {name: records / name / RECORDS for name in REPRODUCTIONS}
     return {name: Evidence.read(path) for name, path in places.items() if path.exists()}
 
 
@@ -96,22 +97,22 @@ def markdown(found: dict[str, Evidence]) -> str:
     text = [
         "# Results",
         "",
-        "Written by `nestfed results` from the records below `benchmarks/papers`; do not edit. Every section is the outcome of",
-        "`nestfed reproduce NAME` at the budget that it states: each method tuned with the number of trials in its row, on validation",
-        "data (see `nestfed.experiment.tune`), then run with every seed; mean ± standard deviation over seeds. Where the paper prints one",
-        "setting instead of a grid, it is taken (0 trials). A run that diverged counts with the last model that was evaluated before.",
+        "Written by `nestfed results` from the records in `papers/records`; do not edit. Every section shows what",
+        "`nestfed reproduce NAME` found at the stated budget. Each method is tuned on validation data with the number of trials in its",
+        "row, then run with every seed; values are mean ± standard deviation over seeds. Where the paper prints one setting instead of a",
+        "grid, that setting is used (0 trials). A diverged run counts with its last evaluated model.",
         "",
-        "- **Costs** are those of the first evaluation at which a seed had reached the target, of all clients together; where nothing is",
-        "  published the target is the lowest of the final means. *(2 of 3)* is the mean of the seeds that reached it; – means that none did.",
-        "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of its values seed by seed excludes 0. A claim that the",
-        "  seeds neither contradict nor bear out is *not confirmed (within the spread)*; what was not run is *not testable here*. Whether",
-        "  published values are reached, and who is first at how many evaluations, is told of means. The training",
-        "  loss is that of the last three evaluated rounds; of meta-learners that of the last model, after its inner step.",
-        "- **Tuned to**: *(largest)* and *(smallest)* mark a choice at the end of a list of values.",
-        "- **Minutes** are those of the rounds, without evaluation, summed over all runs and trials, each of which had one core, at times",
-        "  shared with other work: they tell what a reproduction takes, and do not compare methods.",
-        "- **loss_k** and **r2_k** are a meta-learner's mean squared error on unseen tasks after k inner steps, and the share of the",
-        "  targets' mean square that it takes away; **ap** is the average precision.",
+        "- **Costs** are those of the first evaluation at which a seed reached the target, summed over all clients. Without a published",
+        "  value, the target is the lowest final mean. *(2 of 3)* is the mean of the seeds that reached it; – means none did.",
+        "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of the paired differences excludes 0. A claim that the seeds",
+        "  neither contradict nor support is *not confirmed (within the spread)*; what was not run is *not testable here*. Whether published",
+        "  values are reached, and which method is first at a number of evaluations, is judged by means. The training loss is that of the",
+        "  last three evaluated rounds; for meta-learners it is that of the last model after its inner step.",
+        "- **Tuned to**: *(largest)* and *(smallest)* mark a choice at the end of its grid.",
+        "- **Minutes** count rounds without evaluation, summed over all runs and trials. Each had one core, at times shared with other work:",
+        "  they show what a reproduction costs and do not compare methods.",
+        "- **loss_k** is a meta-learner's mean squared error on unseen tasks after k inner steps, **r2_k** the share of the targets'",
+        "  mean square that it removes; **ap** is the average precision.",
         "",
         f"{len(outcomes)} statements (the papers' claims, and whether we reach their values) on {len(found)} figures and tables: {counts}."
         if outcomes
@@ -162,16 +163,16 @@ def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def write(source: Path, papers: Path, page: Path) -> list[str]:
-    """Collect what `source` holds, and write `papers`/results.json and the page; return the names that are in it."""
-    if not papers.is_dir():
-        raise NestfedError(f"{papers} is no directory; run this from the root of the project.")
-    collect(source, papers, page.parent / "figures")
-    found = held(papers)
+def write(source: Path, records: Path, page: Path) -> list[str]:
+    """Collect what `source` holds, and write `records`/results.json and the page; return the names that are in it."""
+    if not records.is_dir():
+        raise NestfedError(f"{records} is not a directory; run this from the root of the repository.")
+    collect(source, records, page.parent / "figures")
+    found = held(records)
     for name, evidence in found.items():
         if CURVES in figures(evidence):
             draw(evidence, page.parent / "figures" / f"{name}-{CURVES}")
-    write_atomically(papers / "results.json", (json.dumps(table(found), indent=1) + "\n").encode())
+    write_atomically(records / "results.json", (json.dumps(table(found), indent=1) + "\n").encode())
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page, markdown(found).encode())
     return list(found)

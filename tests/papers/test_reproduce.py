@@ -11,9 +11,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from nestfed_papers import reproduce as work
-from nestfed_papers import results
-from nestfed_papers.reproductions import claims, papers
+from nestfed_papers import estimate, page, results
+from nestfed_papers.reproductions import claims, lookup, papers
 from nestfed_papers.reproductions.base import (
     BUDGETS,
     CONFIRMED,
@@ -29,6 +28,7 @@ from nestfed_papers.reproductions.base import (
     Run,
     reached,
 )
+from nestfed_papers.run import reproduce
 
 from nestfed.core import NestfedError
 from nestfed.experiment.spec import packaged
@@ -100,28 +100,28 @@ def test_published_values_are_those_of_the_papers() -> None:
 
 
 def test_listing_and_times() -> None:
-    table = work.listing()
+    table = estimate.listing()
     assert [row[0] for row in table] == NAMES
     for name in NAMES:
-        found = work.find(name)
-        quick, standard, full = (work.minutes(found, budget) for budget in BUDGETS)
+        found = lookup.find(name)
+        quick, standard, full = (estimate.minutes(found, budget) for budget in BUDGETS)
         assert 0 < quick <= 15, name
         # About 40 minutes each; these two reach their published values later.
         assert standard <= {"fcsg-table2": 60, "fafed-table2": 90}.get(name, 46), name
         assert full >= standard
     with pytest.raises(NestfedError, match="did you mean fcsg-table2"):
-        work.find("fcsg-tabel2")
+        lookup.find("fcsg-tabel2")
     with pytest.raises(NestfedError, match="no budget 'huge'"):
-        work.find("eicu").at("huge")
+        lookup.find("eicu").at("huge")
 
 
 def test_time_is_rounds_times_measured_seconds() -> None:
     """A method's trials by hand: the better half goes on after rounds 5 and 10 of 20."""
     experiment = Case("x", "fcsg-table2-mnist").build(Budget(changes={"run.rounds": 20, "evaluation.every": 5}))
-    assert work._trial_rounds(experiment, "fcsg", Budget()) == (4 * 5 + 2 * 5 + 1 * 10, 7)
-    assert work._trial_rounds(experiment, "fcsg", Budget(trials=3)) == (3 * 5 + 2 * 5 + 1 * 10, 6)
+    assert estimate._trial_rounds(experiment, "fcsg", Budget()) == (4 * 5 + 2 * 5 + 1 * 10, 7)
+    assert estimate._trial_rounds(experiment, "fcsg", Budget(trials=3)) == (3 * 5 + 2 * 5 + 1 * 10, 6)
     sine = Case("x", "sine").build(Budget())
-    assert work._trial_rounds(sine, "local-bsgd", Budget(trials=3)) == (0.0, 0)
+    assert estimate._trial_rounds(sine, "local-bsgd", Budget(trials=3)) == (0.0, 0)
 
 
 def test_a_sweep_over_local_steps_keeps_the_iterations() -> None:
@@ -342,17 +342,17 @@ def test_settings_that_were_chosen_are_told_once_also_schedules() -> None:
     schedule = {"scale": 2.0, "power": 1 / 3}
     runs = [Run("MNIST", "x", s, "ap", curve(0.1, 0.5), {"algorithm.eta": schedule, "algorithm.a": a}) for s, a in enumerate((0.1, 0.9, 0.1))]  # fmt: skip
     evidence = Evidence("fcsg-table2", "standard", runs)
-    (row,) = work.rows(evidence, "MNIST")
-    assert work.cells(row, evidence, "MNIST")[-1] == "eta (scale 2, power 0.333), a 0.1 or 0.9"
+    (row,) = page.rows(evidence, "MNIST")
+    assert page.cells(row, evidence, "MNIST")[-1] == "eta (scale 2, power 0.333), a 0.1 or 0.9"
 
 
 def test_a_choice_at_the_end_of_its_list_is_marked() -> None:
-    found = results.held(Path(__file__).parents[2] / "benchmarks" / "papers")["fmgda-table2"]
-    assert work.outdated(found) == []
-    row = next(r for r in work.rows(found, "CIFAR-10") if r["method"] == "fmgda")
+    found = results.held(Path(__file__).parents[2] / "papers" / "records")["fmgda-table2"]
+    assert lookup.outdated(found) == []
+    row = next(r for r in page.rows(found, "CIFAR-10") if r["method"] == "fmgda")
     assert row["chosen"]["algorithm.c_hat"] == ["3.0 (largest)"]
     late = replace(found, meta={**found.meta, "folders": {}})
-    assert next(iter(work.rows(late, "CIFAR-10")[-1]["chosen"].values())) == ["3.0"], (
+    assert next(iter(page.rows(late, "CIFAR-10")[-1]["chosen"].values())) == ["3.0"], (
         "of other settings nothing is said"
     )
 
@@ -369,7 +369,7 @@ def test_records_of_some_cases_replace_only_those(tmp_path: Path) -> None:
     assert [(r.data, r.final) for r in joined.runs] == [("MNIST", 0.5), ("CIFAR-10", 0.9)]
     assert joined.meta == {"seconds": {"MNIST": 1.0, "CIFAR-10": 3.0}, "folders": {"MNIST": "a", "CIFAR-10": "c"}}
     with pytest.raises(NestfedError, match="has no case 'MNISTT'; it has MNIST, CIFAR-10"):
-        work.reproduce("fcsg-table2", "quick", 0, tmp_path, only=["MNISTT"])
+        reproduce("fcsg-table2", "quick", 0, tmp_path, only=["MNISTT"])
 
 
 def test_costs_to_reach_a_target_by_hand() -> None:
@@ -380,8 +380,8 @@ def test_costs_to_reach_a_target_by_hand() -> None:
     assert found["round"]["sd"] == pytest.approx(math.sqrt(50))
     assert found["examples"]["mean"] == 1500.0
     assert found["bytes"]["mean"] == 75.0
-    assert work.cost(found, "round") == "15 ± 7.1 (2 of 3)"
-    assert work.cost(reached(runs, 0.95), "round") == "–"
+    assert page.cost(found, "round") == "15 ± 7.1 (2 of 3)"
+    assert page.cost(reached(runs, 0.95), "round") == "–"
 
 
 def test_records_survive_being_written(tmp_path: Path) -> None:
@@ -427,26 +427,26 @@ def _only_fedavg(case: Case, budget: Budget) -> Any:
 
 def test_a_small_one_from_end_to_end(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    evidence, place = work.reproduce(tiny, "standard", 0, tmp_path, workers=1, tell=said.append)
+    evidence, place = reproduce(tiny, "standard", 0, tmp_path, workers=1, tell=said.append)
     assert place == tmp_path / "tiny-standard"
     (folder,) = (tmp_path / "runs").iterdir()
     finals = [json.loads((folder / "fedavg" / f"seed-{s}" / "finished.json").read_text())["ap"] for s in (0, 1)]
-    (row,) = work.rows(evidence, "digits")
+    (row,) = page.rows(evidence, "digits")
     assert row["mean"] == pytest.approx(fmean(finals))
     assert row["difference"] == pytest.approx(fmean(finals) - 0.1)
     assert (row["seeds"], row["trials"], row["rounds"], row["published"]) == (2, 2, 2, 0.1)
     assert row["to_published"]["round"]["mean"] == 1, "the first evaluation after the start"
     assert row["to_higher"]["reached"] == 0
-    assert [v.outcome for _, v in work.verdicts(evidence)] == [CONFIRMED]
-    page = (place / "report.html").read_text(encoding="utf-8")
+    assert [v.outcome for _, v in page.verdicts(evidence)] == [CONFIRMED]
+    written = (place / "report.html").read_text(encoding="utf-8")
     for word in ("digits", "fedavg", f"{row['mean']:.4f}", "confirmed", "It is tiny."):
-        assert word in page
+        assert word in written
     assert (place / "digits.png").stat().st_size > 5000
-    assert len(work.header(evidence, "digits")) == len(work.cells(row, evidence, "digits"))
+    assert len(page.header(evidence, "digits")) == len(page.cells(row, evidence, "digits"))
 
     # Again with more seeds: what is finished is not run again.
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("record.jsonl")}
-    more, _ = work.reproduce(tiny, "standard", 3, tmp_path, workers=1)
+    more, _ = reproduce(tiny, "standard", 3, tmp_path, workers=1)
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert more.runs[:2] == evidence.runs
     assert len(more.runs) == 3
@@ -454,41 +454,41 @@ def test_a_small_one_from_end_to_end(tiny: str, tmp_path: Path, monkeypatch: pyt
     # The page of results, from the records alone.
     shelf = tmp_path / "papers"
     shelf.mkdir()
-    assert results.write(tmp_path, shelf, tmp_path / "docs" / "results.md") == ["tiny"]
+    assert results.write(tmp_path, shelf, tmp_path / "page" / "results.md") == ["tiny"]
     table = json.loads((shelf / "results.json").read_text())
     assert table["tiny"]["digits"]["fedavg"]["mean"] == pytest.approx(fmean(more.finals("digits", "fedavg")), abs=1e-6)
     assert {"mean", "sd", "seeds", "published"} <= set(table["tiny"]["digits"]["fedavg"])
-    text = (tmp_path / "docs" / "results.md").read_text()
+    text = (tmp_path / "page" / "results.md").read_text()
     assert "**confirmed**" in text
     assert "Not run yet: `nestfed reproduce fmgda-figure1`" in text
-    assert results.write(tmp_path / "nowhere", shelf, tmp_path / "docs" / "results.md") == ["tiny"], "rebuilt from them"
-    assert (tmp_path / "docs" / "results.md").read_text() == text
+    assert results.write(tmp_path / "nowhere", shelf, tmp_path / "page" / "results.md") == ["tiny"], "rebuilt from them"
+    assert (tmp_path / "page" / "results.md").read_text() == text
     assert "![tiny](figures/tiny-curves.png)" in text
-    assert (tmp_path / "docs" / "figures" / "tiny-curves.png").stat().st_size > 5000
+    assert (tmp_path / "page" / "figures" / "tiny-curves.png").stat().st_size > 5000
 
     # Records of other settings than those at hand say so.
     assert "Settings have been changed since" not in text
-    assert work.outdated(more) == []
+    assert lookup.outdated(more) == []
     with monkeypatch.context() as later:
         wider = replace(TINY.budgets["standard"], trials=3)
         later.setitem(papers.REPRODUCTIONS, "tiny", replace(TINY, budgets={"standard": wider}))  # type: ignore[arg-type]
-        assert work.outdated(more) == ["digits"]
+        assert lookup.outdated(more) == ["digits"]
         assert "**Settings have been changed since: digits.**" in results.markdown({"tiny": more})
 
 
 def test_the_page_of_results_is_that_of_the_records() -> None:
     root = Path(__file__).parents[2]
-    found = results.held(root / "benchmarks" / "papers")
-    assert (root / "docs" / "results.md").read_text(encoding="utf-8") == results.markdown(found), "nestfed results"
-    known = json.loads((root / "benchmarks" / "papers" / "results.json").read_text(encoding="utf-8"))
+    found = results.held(root / "papers" / "records")
+    assert (root / "papers" / "results.md").read_text(encoding="utf-8") == results.markdown(found), "nestfed results"
+    known = json.loads((root / "papers" / "records" / "results.json").read_text(encoding="utf-8"))
     assert known == json.loads(json.dumps(results.table(found)))
 
 
 def test_the_saddle(tmp_path: Path) -> None:
-    evidence, place = work.reproduce("fmgda-figure1", "quick", 0, tmp_path)
+    evidence, place = reproduce("fmgda-figure1", "quick", 0, tmp_path)
     assert evidence.number("saddle") == pytest.approx([0.0, 0.0], abs=1e-9)
     assert evidence.number("value") - evidence.number("optimum") == pytest.approx(0.25)
-    assert [v.outcome for _, v in work.verdicts(evidence)] == [CONFIRMED, CONFIRMED]
+    assert [v.outcome for _, v in page.verdicts(evidence)] == [CONFIRMED, CONFIRMED]
     assert (place / "surface.png").stat().st_size > 20_000
     assert "data:image/png" in (place / "report.html").read_text(encoding="utf-8")
 
@@ -498,21 +498,21 @@ def test_the_saddle(tmp_path: Path) -> None:
 def test_every_name_at_quick(name: str, tmp_path: Path) -> None:
     import os
 
-    found = work.find(name)
+    found = lookup.find(name)
     if found.needs and not os.environ.get("NESTFED_DATA"):
         pytest.skip(f"{name} needs {', '.join(found.needs)}: set NESTFED_DATA.")
-    evidence, place = work.reproduce(name, "quick", 0, tmp_path)
-    page = (place / "report.html").read_text(encoding="utf-8")
-    assert all(text in page for claim in found.claims for text in [html.escape(claim.text)])
+    evidence, place = reproduce(name, "quick", 0, tmp_path)
+    written = (place / "report.html").read_text(encoding="utf-8")
+    assert all(text in written for claim in found.claims for text in [html.escape(claim.text)])
     chosen = found.chosen(found.at("quick"))
     assert evidence.data() == [case.data for case in chosen]
     for case in chosen:
         methods = case.build(found.at("quick")).methods
         assert evidence.methods(case.data) == list(methods)
-        assert all(method in page for method in methods)
+        assert all(method in written for method in methods)
         for method in methods:
             assert len(evidence.of(case.data, method)) == found.at("quick").seeds
-    for _, verdict in work.verdicts(evidence):
+    for _, verdict in page.verdicts(evidence):
         assert verdict.figures
-    again, _ = work.reproduce(name, "quick", 0, tmp_path)
+    again, _ = reproduce(name, "quick", 0, tmp_path)
     assert again.runs == evidence.runs

@@ -21,7 +21,7 @@ import PIL.Image
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nestfed_papers import reproduce
+from nestfed_papers import page as reproduced
 from nestfed_papers.results import held
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score, roc_curve
 
@@ -405,23 +405,23 @@ def test_it_renders_without_a_complaint(browser: Browser, page: Path) -> None:
     assert browser.run(f"{PLOT}.axes[0]._splits.every(Number.isInteger)")  # there is no half round
 
 
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "papers"
+RECORDS = Path(__file__).parents[2] / "papers" / "records"
 
 
 @pytest.mark.parametrize("name", held(RECORDS))
 def test_a_reproductions_report_opens(browser: Browser, name: str, tmp_path: Path) -> None:
-    """Made anew from the records that docs/results.md is made from."""
+    """Made anew from the records that papers/results.md is made from."""
     evidence = held(RECORDS)[name]
     for figure in evidence.numbers.get("figures", ()):
-        shutil.copyfile(RECORDS.parents[1] / "docs" / "figures" / f"{name}-{figure}", tmp_path / figure)
-    browser.open(reproduce.report(evidence, tmp_path))
+        shutil.copyfile(RECORDS.parent / "figures" / f"{name}-{figure}", tmp_path / figure)
+    browser.open(reproduced.report(evidence, tmp_path))
     assert browser.complaints() == []
     text = browser.run("document.body.innerText")
-    for claim, verdict in reproduce.verdicts(evidence):
+    for claim, verdict in reproduced.verdicts(evidence):
         assert claim in text
         assert verdict.figures in text
     for data in evidence.data():
-        for row in reproduce.rows(evidence, data):
+        for row in reproduced.rows(evidence, data):
             assert f"{row['mean']:.4f}" in text
 
 

@@ -228,9 +228,9 @@ def readme(results: dict[str, Any]) -> str:
         "",
         "Written by `measure.py` from `results.json`; do not edit. `make complexity` runs everything again "
         f"({results['processor_seconds'] / 60:.0f} minutes of one core for these results), "
-        "`python benchmarks/complexity/measure.py --quick` gives a look in a minute.",
+        "`python papers/measurements/complexity/measure.py --quick` gives a look in a minute.",
         "",
-        "The problems (`nestfed/complexity/settings.py`) are nonconvex, noisy and small, so that ∇F and all constants are known. ε is the "
+        "The problems (`nestfed_papers/complexity/settings.py`) are nonconvex, noisy and small, so that ∇F and all constants are known. ε is the "
         "root of the mean of ‖∇F(x̄)‖² over all synchronised points of a run and over "
         f"{plan['seeds']} seeds; the theorems bound the mean over all iterations, of which these are every q-th. Intervals are 95 %, by resampling the "
         "seeds. The runs use the library's own methods and rounds, many seeds at once; every start compares them with "

@@ -11,7 +11,7 @@ from nestfed_papers.reproductions.base import Budget, Case, Claim, Reproduction
 
 
 class Cost(NamedTuple):
-    """Processor seconds, measured on one core of the machine that docs/results.md names."""
+    """Processor seconds, measured on one core of the machine that papers/results.md names."""
 
     round: float
     """One round of a method that evaluates each batch once."""
@@ -604,7 +604,7 @@ COMPLEXITY_OF = {
 RATES = (
     "Steps and weights follow T as each theorem says, up to constants chosen at T = 1024. The theory of FMGDA and FAFED is given "
     "without its logarithm. Two rules of that choice were made after a first measurement, which had steeper slopes for FAFED and "
-    "Local-SCGDM; benchmarks/complexity tells both."
+    "Local-SCGDM; papers/measurements/complexity reports both."
 )
 BEYOND = [
     _institutions("eicu", "Death in hospital, eICU demo: nested objectives across hospitals", "eICU demo", 0.75),

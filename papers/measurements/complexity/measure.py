@@ -1,9 +1,9 @@
 """Measure the theorems' claims with `nestfed_papers.complexity`, and write them up.
 
-    python benchmarks/complexity/measure.py            all, about ten minutes on one core
-    python benchmarks/complexity/measure.py --quick    a look, less than a minute
-    python benchmarks/complexity/measure.py --only M   tune and measure one method again (not its bound)
-    python benchmarks/complexity/measure.py --draw     pictures and table again from results.json
+    python papers/measurements/complexity/measure.py            all, about ten minutes on one core
+    python papers/measurements/complexity/measure.py --quick    a look, less than a minute
+    python papers/measurements/complexity/measure.py --only M   tune and measure one method again (not its bound)
+    python papers/measurements/complexity/measure.py --draw     pictures and table again from results.json
 
 Writes results.json, four pictures and README.md beside itself (with --quick into runs/complexity-quick). The same
 measurements as a reproduction that goes on when interrupted: nestfed reproduce complexity.
@@ -33,7 +33,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     plan = replace(QUICK if asked.quick else Plan(), only=asked.only)
-    place = HERE.parents[1] / "runs" / "complexity-quick" if asked.quick else HERE
+    place = HERE.parents[2] / "runs" / "complexity-quick" if asked.quick else HERE
     place.mkdir(parents=True, exist_ok=True)
     path = place / "results.json"
     if not asked.draw:

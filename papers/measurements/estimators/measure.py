@@ -1,6 +1,6 @@
 """The estimators with their defaults on real data: other test sets, clients, starts and batches for each of five seeds.
 
-    python benchmarks/estimators/measure.py
+    python papers/measurements/estimators/measure.py
 
 Prints the table of docs/choosing.md; needs eICU, heart disease and Fashion-MNIST (see docs/data.md).
 """

@@ -7,7 +7,7 @@ Twenty clients hold handwritten digits (5 to 9 are the positives). A seeded shar
 - stale: what it sent in its first round;
 - nan: NaN (those are dropped: on_nan = "drop").
 
-    python benchmarks/robust/measure.py          # writes results.json beside this file and docs/figures/robust.png
+    python papers/measurements/robust/measure.py          # writes results.json beside this file and papers/figures/robust.png
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(options.rounds, options.out / "results.json")
-    draw(found, HERE.parents[1] / "docs" / "figures" / "robust.png")
+    draw(found, HERE.parents[1] / "figures" / "robust.png")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Beside the metrics on all test rows together: the mean over sites of their own, which compare no two sites' patients.
 
-python benchmarks/papers/institutions/run.py heart-disease --splits 5 --out runs/institutions
+python papers/measurements/institutions/run.py heart-disease --splits 5 --out runs/institutions
 """
 
 from __future__ import annotations

@@ -38,7 +38,6 @@ sites = {sites}            # all that take part, numbered from 0
 min-sites = {least}        # fewer good answers make no round: it is asked again, three times at most
 deadline = {deadline}     # seconds after which a round goes on without those who have not answered
 norm-limit = 0.0     # the largest change by one site in one round that is believed; 0.0 means any
-weights = "equal"    # or "examples"
 lost-state = "refuse" # or "restart": what to do with a site that lost its private fields
 out = "{out}"        # on the coordinator, relative to where the SuperLink was started
 """
@@ -111,7 +110,6 @@ def init(folder: Path, experiment: Experiment, sites: int) -> None:
 def check_experiment(experiment: Experiment, sites: int) -> None:
     """Refuse an experiment that cannot be deployed, before anything is written."""
     from nestfed.algorithms import build, find
-    from nestfed.engine.encode import Encoding
     from nestfed.experiment.spec import hyper_parameters
 
     if sites < 1:
@@ -121,7 +119,8 @@ def check_experiment(experiment: Experiment, sites: int) -> None:
         hint = f"this file's methods are {methods}" if methods else "see `nestfed list`"
         raise NestfedError(f"The experiment names no algorithm: choose one with --method ({hint}).")
     build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
-    Encoding.parse(experiment.exchange.encode)
+    if experiment.execution.device != "cpu":
+        raise NestfedError(f"execution.device must be cpu: sites compute on it, not on {experiment.execution.device}.")
     if find(experiment.algorithm.name).single and sites > 1:
         raise NestfedError(f"{experiment.algorithm.name} is a single-machine method, but there are {sites} sites.")
     if experiment.exchange.failures:

@@ -159,13 +159,9 @@ class Local:
             ns = [ns[i] for i in good]
             fields, lost = self._encoded(fields, received, kept, ns, order.round)
             self.store.write(order, ns, {**private, **lost})
-            if self.weight is not None:
-                numbers = numbers * numbers.new_tensor([self.weight(n) for n in ns])
         places = [order.at + start + i for i in good]
-        loss, moved = float(numbers[0].sum()), float(numbers[1].sum())
-        return Upload(
-            ns, places, fields, loss, moved, program.examples * len(ns), program.evaluations * len(ns)
-        )  # fmt: skip
+        examples, evaluations = program.examples * len(ns), program.evaluations * len(ns)
+        return Upload(ns, places, fields, numbers[0], numbers[1], examples, evaluations)
 
     def _inputs(self, order: Order, received: Fields, kept: Fields, start: int, stop: int) -> Inputs:
         ns, span = order.asked[start:stop], order.span

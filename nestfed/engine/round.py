@@ -68,9 +68,10 @@ class Upload:
     places: Sequence[int]
     """Their rows in a table of all uploads."""
     fields: Fields
-    loss: float
-    """The sum over these clients of their mean losses; with weights, the weighted sum."""
-    moved: float
+    loss: Tensor
+    """Each client's mean loss over its steps."""
+    moved: Tensor
+    """Each client's ‖x_n − x_start‖²."""
     examples: int
     evaluations: int = 0
 
@@ -153,21 +154,24 @@ class Fold:
         fields = self.decoded(upload.fields)
         if reduction.clips:
             fields = reduction.clipped(fields, self.base)
-        weights = None if self.weight is None else [self.weight(n) for n in upload.ns]
+        weights = [1.0] * len(upload.ns) if self.weight is None else [self.weight(n) for n in upload.ns]
         for k, v in fields.items():
             if reply.rows:
                 put(reply.rows[k], upload.places, v)
-                continue
-            if weights is not None:
-                v = v * v.new_tensor(weights).view(-1, *[1] * (v.dim() - 1))
-            reply.sums[k].add_(v.sum(0) if len(v) > 1 else v[0])
+            else:
+                v = v if self.weight is None else _weighed(v, weights)
+                reply.sums[k].add_(v.sum(0) if len(v) > 1 else v[0])
         reply.answered += upload.ns
         reply.places += upload.places
-        reply.weight += len(upload.ns) if weights is None else sum(weights)
-        reply.loss += upload.loss
-        reply.moved += upload.moved
+        reply.weight += sum(weights)
+        reply.loss += float(_weighed(upload.loss, weights).sum())
+        reply.moved += float(_weighed(upload.moved, weights).sum())
         reply.examples += upload.examples
         reply.evaluations += upload.evaluations
+
+
+def _weighed(rows: Tensor, weights: Sequence[float]) -> Tensor:
+    return rows * rows.new_tensor(weights).view(-1, *[1] * (rows.dim() - 1))
 
 
 def put(table: Tensor, rows: Sequence[int], values: Tensor) -> None:
@@ -248,7 +252,7 @@ class Rules:
     noise: Noise | None = None
     noise_seed: int | None = None
     """Without a seed the noise is secret."""
-    total_weight: float = 0.0
+    total_weight: Callable[[], float] | None = None
     """The sum of all clients' weights, if they are not equal."""
 
 
@@ -308,4 +312,4 @@ def _fraction(rules: Rules, reply: Reply) -> float:
     """Return the part of all clients that the mean speaks for."""
     if rules.noise:
         return rules.noise.rate
-    return reply.weight / (rules.total_weight or rules.clients)
+    return reply.weight / (rules.clients if rules.total_weight is None else rules.total_weight())

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -44,11 +44,12 @@ class RunDirectory:
         evaluation: Evaluation,
         checkpoint_every: int,
         leads: bool = True,
-        progress: Progress | None = None,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.path, self.identity, self.federation, self.leads = path, identity, federation, leads
         self.point, self.rounds, self.evaluation, self.every = point, rounds, evaluation, checkpoint_every
-        self.progress = progress
+        self.warn = warn
+        self.progress: Progress | None = None
         self.history: list[Record] = []
         self.laps: dict[str, float] = {}
         """Seconds by what they were spent on."""
@@ -90,7 +91,7 @@ class RunDirectory:
         if found is None and not passed_over and (lost := _recorded(self.path / "record.jsonl")):
             passed_over = [f"{self.path} has no checkpoint of its {lost} rounds: the run starts from the beginning."]
         for sentence in passed_over:
-            warnings.warn(sentence, stacklevel=4)
+            self.warn(sentence)
         clients = len(state.seen)
         if found is not None and len(found.state.seen) != clients:
             if not grow:
@@ -139,7 +140,7 @@ class RunDirectory:
             self.laps[name] = self.laps.get(name, 0.0) + more
         for n in reply.dropped.keys() - self._dropped:  # once for each client, or a long run would say nothing else
             self._dropped.add(n)
-            warnings.warn(f"{reply.dropped[n]} It is left out of this round.", stacklevel=2)
+            self.warn(f"{reply.dropped[n]} It is left out of this round.")
         self.history.append(record)
 
     def judged(self, state: RunState) -> bool:
@@ -159,14 +160,14 @@ class RunDirectory:
             state.keep_best(state.shared[self.point], values[name], metric)
         if self._written == len(self.history):  # the line was written before its metrics were known
             self._rewrite()
+            self._show(self.history[-1])
 
     def settle(self, state: RunState, over: bool) -> None:
         """Write what is known of the rounds so far; save a checkpoint if one is due; stop if the user asked for it."""
         for record in self.history[self._written :]:
             if self._log is not None:
                 self._log.add(record)
-            if self.progress is not None:
-                self.progress.update(record, metrics_of(record))
+            self._show(record)
         self._written = len(self.history)
         asked = self.federation.any(self._interrupt.is_set())
         if state.round > self.saved and state.round and (over or asked or state.round % self.every == 0):
@@ -202,6 +203,10 @@ class RunDirectory:
         if not self.federation.own():  # otherwise some clients are already in the round that failed
             self.save(state)
         return f"The last good checkpoint is in {self.path}, after round {self.saved}." if self.saved >= 0 else ""
+
+    def _show(self, record: Record) -> None:
+        if self.progress is not None:
+            self.progress.update(record, metrics_of(record))
 
     def _rewrite(self) -> None:
         if self._log is not None and self.path is not None:

@@ -125,7 +125,7 @@ def simulate(
         weights = [float(clients.examples(n)) for n in range(N)] if exchange.weights == "examples" else []
         if weights and min(weights) <= 0:
             raise NestfedError("exchange.weights = 'examples' needs clients that count their examples: set equal.")
-        rules = Rules(problem, method, exchange, N, noise, seed, sum(weights))
+        rules = Rules(problem, method, exchange, N, noise, seed, (lambda: sum(weights)) if weights else None)
 
         def judge(state: RunState) -> Mapping[str, float]:
             found: dict[str, float] = {}

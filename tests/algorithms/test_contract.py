@@ -20,7 +20,6 @@ from nestfed.algorithms import TABLE, build
 from nestfed.core import Algorithm, Batch, NestfedError, Tape
 from nestfed.data.random import Streams
 from nestfed.engine.program import Program, span_from
-from nestfed.engine.round import Participation, size
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
 

@@ -24,13 +24,15 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
-from support import simulate
+from support import HOMES, grouped, simulate
 
-from nestfed.core import NestfedError
+from nestfed.core import Clients, NestfedError
 from nestfed.data.encoding import Plan
-from nestfed.deploy import remote
-from nestfed.deploy.flower import Custom, client_app, server, server_app
+from nestfed.deploy.flower import Custom, client_app, roster, server, server_app
+from nestfed.deploy.flower import federation as rounds_of
 from nestfed.deploy.flower.messages import read_plan, stamp_of
+from nestfed.engine.federation import Failing
+from nestfed.engine.options import Exchange
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
@@ -116,7 +118,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    for module in (server, remote):  # the one tells the other when a round began
+    for module in (server, roster, rounds_of):
         monkeypatch.setattr(module, "time", clock)
     for name, value in {"_run_id": 1, "_node_id": 1, "_task_id": 1}.items():
         monkeypatch.setattr(TaskIdentity, name, value)  # what Flower's processes know of themselves
@@ -147,8 +149,10 @@ def checkpointed(folder: Path) -> dict[str, torch.Tensor]:
 
 def toy(name: str, rounds: int = 4, **run: Any) -> Custom:
     s, algorithm = setting(name), method(name)
-    spec = RunSpec(rounds=rounds, q=Q, seed=SEED, **run)
-    return Custom(name, lambda: Assembly(s.problem, algorithm, s.clients, lambda model: {}, ""), spec)
+    options = grouped({"participation": run.pop("participation", None) or None, **run})
+    tables = {k: options.pop(k) for k in HOMES if k in options}
+    spec = RunSpec(rounds=rounds, q=Q, seed=SEED, **options)
+    return Custom(name, lambda: Assembly(s.problem, algorithm, s.clients, lambda model: {}, ""), spec, **tables)
 
 
 def simulated(name: str, rounds: int = 4, **options: Any) -> Any:
@@ -218,13 +222,14 @@ def test_what_leaves_a_site(name: str, tmp_path: Path) -> None:
 
 def script(monkeypatch: pytest.MonkeyPatch, absent: dict[int, int]) -> None:
     """Make the simulation leave out a client in certain rounds: {round: client}."""
-    from nestfed.engine.round import Participation
 
-    def draw(self: Any, streams: Any, clients: int, round: int) -> tuple[list[int], list[int]]:
-        everybody = list(range(clients))
-        return everybody, [n for n in everybody if absent.get(round + 1) != n]
+    def run(self: Any, order: Any, shared: Any, evaluate: bool = False) -> Any:
+        there = [i for i, n in enumerate(order.asked) if absent.get(order.round + 1) != n]
+        reply = self.inner.run(order.only(there), shared)
+        reply.downloads = len(order.asked)
+        return reply
 
-    monkeypatch.setattr(Participation, "draw", draw)
+    monkeypatch.setattr(Failing, "run", run)
 
 
 @pytest.mark.parametrize("name", [n for n in TABLE if not TABLE[n].single])
@@ -233,7 +238,7 @@ def test_a_lost_answer_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: p
     absent = {2: 1, 3: 4}
     grid = deploy(toy(name, rounds=5), tmp_path, 5, lambda n, r, m: None if absent.get(r) == n else m, min_sites=4)
     script(monkeypatch, absent)
-    expected = simulated(name, rounds=5)
+    expected = simulated(name, rounds=5, failures=0.5)
     state = checkpointed(tmp_path)
     for field, value in expected.shared.items():
         torch.testing.assert_close(state[f"shared.{field}"], value, rtol=0, atol=1e-12)
@@ -336,7 +341,7 @@ def test_encoded_equals_simulation(name: str, encode: str, tmp_path: Path, monke
     """Also with an answer that was lost, together with the residual that belongs to it."""
     grid = deploy(toy(name, encode=encode), tmp_path, 5, lambda n, r, m: None if (n, r) == (1, 2) else m, min_sites=4)
     script(monkeypatch, {2: 1})
-    expected = simulated(name, encode=encode)
+    expected = simulated(name, encode=encode, failures=0.5)
     state = checkpointed(tmp_path)
     for field, value in expected.shared.items():
         torch.testing.assert_close(state[f"shared.{field}"], value, rtol=0, atol=1e-12)
@@ -347,6 +352,63 @@ def test_encoded_equals_simulation(name: str, encode: str, tmp_path: Path, monke
     got = [a.numpy().nbytes for _, m, _ in grid.messages if "shared" in m.content for a in m.content["shared"].values()]
     assert sum(sent) == records[-1]["bytes_up"]
     assert sum(got) == records[-1]["bytes_down"]
+
+
+def test_sites_compute_in_the_precision_of_the_experiment(tmp_path: Path) -> None:
+    algorithm = {"name": "fedavg", "eta": 0.1}
+    experiment = labelled("classify", algorithm, execution={"precision": "bf16"})
+    deploy(experiment, tmp_path, 4)
+    from nestfed.experiment.run import run
+
+    run(experiment, tmp_path / "simulated", progress=False, picture=False)
+    full = labelled("classify", algorithm)
+    run(full, tmp_path / "full", progress=False, picture=False)
+    deployed, same, other = (
+        [r["loss"] for r in read_record(tmp_path / name / "record.jsonl")[1:]] for name in ("run", "simulated", "full")
+    )
+    np.testing.assert_allclose(deployed, same, rtol=1e-6)
+    assert np.abs(np.array(deployed) - other).max() > 1e-5
+
+
+class Poisoned(Clients):
+    """Clients of whom number 2 has NaN for data in the second round."""
+
+    def __init__(self, inner: Clients) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def seeded(self, seed: int) -> Poisoned:
+        return Poisoned(self.inner.seeded(seed))
+
+    def sample(self, n: int, t: int) -> Any:
+        spoil = float("nan") if n == 2 and Q <= t < 2 * Q else 1.0
+        return torch.utils._pytree.tree_map(lambda v: v * spoil, self.inner.sample(n, t))
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "drop"])
+def test_numbers_that_go_wrong_at_a_site(on_nan: str, tmp_path: Path) -> None:
+    """As in a simulation: they stop the run, or the site is left out of the round; nothing of them is sent."""
+    s, algorithm = setting("scaffold"), method("scaffold")
+    made = Assembly(s.problem, algorithm, Poisoned(s.clients), lambda model: {}, "")
+    study = Custom("bad", lambda: made, RunSpec(rounds=4, q=Q, seed=SEED), exchange=Exchange(on_nan=on_nan))
+    if on_nan == "stop":
+        with pytest.raises(NestfedError, match="Site clinic-2: its numbers became infinite or NaN in round 2"):
+            deploy(study, tmp_path, 5, min_sites=3)
+        return
+    grid = deploy(study, tmp_path, 5, min_sites=3)
+    with pytest.warns(UserWarning, match="left out of this round"):
+        expected = simulate(
+            s.problem, algorithm, Poisoned(s.clients), rounds=4, q=Q, seed=SEED, mode="loop", on_nan="drop",
+            progress=False,
+        )  # fmt: skip
+    for field, value in expected.shared.items():
+        torch.testing.assert_close(checkpointed(tmp_path)[f"shared.{field}"], value, rtol=0, atol=1e-12)
+    records = read_record(tmp_path / "run" / "record.jsonl")
+    assert [r["participants"] for r in records] == [0, 5, 4, 5, 5]
+    bad = [r for node, m, r in shipped(grid, "train") if node == 102 and m.content["order"]["round"] == 1]
+    assert [set(r.content) for r in bad] == [{"trouble"}]
 
 
 def test_a_greeting_that_was_lost_is_repeated(tmp_path: Path) -> None:
@@ -424,7 +486,7 @@ def test_a_site_that_keeps_its_answers_back(seconds: float, tmp_path: Path) -> N
         assert len([m for _, m, _ in grid.messages if m.metadata.message_type == "train"]) == 15
         assert not (folder / "run" / "sites.log").exists()
     # One more greeting and the wait for it; then a quarter of a round, or some seconds.
-    assert times[2] < times[0] + server.GREETING + server.SETTLING + 5 + 3 * max(8, seconds / 4 + 4)
+    assert times[2] < times[0] + roster.GREETING + roster.SETTLING + 5 + 3 * max(8, seconds / 4 + 4)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 60), (100.0, 6)])
@@ -460,7 +522,7 @@ def test_a_site_that_falls_behind_in_the_middle(tmp_path: Path) -> None:
     start = server.time.monotonic()
     coordinate(study, tmp_path, grid, sites=5, deadline=400.0)
     assert [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")][1:] == [5] * 6
-    assert server.time.monotonic() - start < 400 / 4 + 2 * server.SETTLING + 6 * 12
+    assert server.time.monotonic() - start < 400 / 4 + 2 * roster.SETTLING + 6 * 12
     assert not (tmp_path / "run" / "sites.log").exists()
 
 
@@ -523,7 +585,7 @@ BAD: dict[str, tuple[Callable[[Message], Message], str]] = {
     "records": (extra, "nobody asked for"),
     "old round": (lambda m: worded(m, "answer", round=0), "answered round 1 instead of 2"),
     "other client": (lambda m: worded(m, "answer", client=1), "answered for client 1"),
-    "loss": (lambda m: worded(m, "report", loss=float("nan")), "is no number"),
+    "loss": (lambda m: worded(m, "report", loss=float("nan")), "is not a number"),
     "report": (lambda m: without(m, "report", "moved"), "report is not as asked"),
     "version": (lambda m: worded(m, "answer", version="0.0.0"), "does not run nestfed"),
     "experiment": (lambda m: worded(m, "answer", digest="0123456789"), "another experiment"),
@@ -541,7 +603,7 @@ def test_a_bad_answer_is_dropped(kind: str, tmp_path: Path, monkeypatch: pytest.
     assert re.search(f"clinic-3 .*{sentence}", log)
     forever = kind in ("version", "experiment")  # such a site is not asked again
     script(monkeypatch, {2: 3, 3: 3} if forever else {2: 3})
-    expected = simulated("fmgda", rounds=3)
+    expected = simulated("fmgda", rounds=3, failures=0.5)
     torch.testing.assert_close(checkpointed(tmp_path)["shared.theta"], expected.shared["theta"], rtol=0, atol=1e-12)
 
 
@@ -610,11 +672,10 @@ class Broken:
     ("config", "sentence"),
     [
         ({"sites": 0}, "how many sites"),
-        ({"sites": 5, "min_sites": 6}, "min-sites must lie between 1 and the 5 sites"),
-        ({"sites": 5, "weights": "size"}, "weights must be equal or examples"),
+        ({"sites": 5, "min_sites": 6}, "min-sites must be between 1 and the 5 sites"),
+        ({"sites": 5, "weights": "examples"}, "weights is now exchange.weights"),
         ({"sites": 5, "dead_line": 3}, "but not 'dead-line'"),
         ({"sites": 5, "deadline": 0.0}, "deadline and attempts"),
-        ({"sites": 5, "weights": "examples"}, "sites count none"),
     ],
 )
 def test_wrong_configuration(config: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -647,10 +708,12 @@ def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **section
         "model": {"name": "mlp", "hidden": [8]},
         "problem": {"name": problem, "batch": 10, "outer": 3, "inner": 8},
         "algorithm": algorithm,
-        "run": {"rounds": rounds, "q": 4, "every": 2, "mode": "loop", "seed": 3},
+        "run": {"rounds": rounds, "q": 4, "seed": 3},
+        "evaluation": {"every": 2},
+        "execution": {"mode": "loop"},
     }
     for key, value in sections.items():
-        tables[key] = {**tables[key], **value}
+        tables[key] = {**tables.get(key, {}), **value}
     return from_tables(tables)
 
 
@@ -667,7 +730,7 @@ def test_a_data_set_in_parts(problem: str, algorithm: dict[str, Any], evaluate: 
     """The metrics are pooled from counts, and are the simulation's to within the error that comes with them."""
     from nestfed.experiment.run import run
 
-    experiment = labelled(problem, algorithm, run={"evaluate": evaluate})
+    experiment = labelled(problem, algorithm, data={"held_out": evaluate})
     grid = deploy(experiment, tmp_path, 4)
     expected = run(experiment, tmp_path / "simulated", progress=False)
     records = read_record(tmp_path / "run" / "record.jsonl")
@@ -723,7 +786,7 @@ def test_a_packaged_experiment_of_another_kind(name: str, method: str, tmp_path:
 def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:
     from nestfed.experiment.run import run
 
-    experiment = labelled("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, run={"participation": 2, "every": 1})
+    experiment = labelled("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, exchange={"count": 2}, evaluation={"every": 1})
     grid = deploy(experiment, tmp_path, 4)
     expected = run(experiment, tmp_path / "simulated", progress=False)
     records = read_record(tmp_path / "run" / "record.jsonl")
@@ -740,7 +803,7 @@ def test_other_outcomes(output: str, tmp_path: Path) -> None:
 
     from nestfed.experiment.run import run
 
-    experiment = labelled("classify", {"name": "fedavg", "eta": 0.1}, rounds=4, run={"output": output, "every": 1})
+    experiment = labelled("classify", {"name": "fedavg", "eta": 0.1}, rounds=4, evaluation={"keep": output, "every": 1})
     deploy(experiment, tmp_path, 4)
     run(experiment, tmp_path / "simulated", progress=False)
     ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("run", "simulated"))
@@ -769,14 +832,13 @@ def tables(folder: Path) -> list[Path]:
     return paths
 
 
-def hospitals(tmp_path: Path, algorithm: dict[str, Any], problem: str, **config: Any) -> tuple[LocalGrid, Experiment]:
-    experiment = labelled(
-        problem, algorithm, data={"name": "", "target": "died", "binary": False, "validation": 0.0, "test": 0.3}
-    )
+def hospitals(tmp_path: Path, algorithm: dict[str, Any], problem: str, **sections: Any) -> tuple[LocalGrid, Experiment]:
+    data = {"name": "", "target": "died", "binary": False, "validation": 0.0, "test": 0.3}
+    experiment = labelled(problem, algorithm, data=data, **sections)
     grid = federation(experiment, tmp_path, 3)
     for config_, path in zip(grid.configs.values(), tables(tmp_path)):
         config_["data"] = str(path)
-    coordinate(experiment, tmp_path, grid, sites=3, **config)
+    coordinate(experiment, tmp_path, grid, sites=3)
     return grid, experiment
 
 
@@ -859,7 +921,7 @@ def test_a_run_that_grows_by_a_site(tmp_path: Path) -> None:
 
 def test_weights_by_examples(tmp_path: Path) -> None:
     """One local step of FedAvg from the same point: the mean of the answers, weighted."""
-    grid, _ = hospitals(tmp_path, {"name": "fedavg", "eta": 0.1}, "classify", weights="examples")
+    grid, _ = hospitals(tmp_path, {"name": "fedavg", "eta": 0.1}, "classify", exchange={"weights": "examples"})
     sizes = {r.content["site"]["client"]: r.content["site"]["examples"] for _, _, r in shipped(grid, "query.hello")}
     last = shipped(grid, "train")[-3:]
     mean = sum(r.content["fields"]["x"].numpy() * sizes[r.content["answer"]["client"]] for _, _, r in last)
@@ -920,7 +982,7 @@ def test_init_refuses(tmp_path: Path) -> None:
         (tmp_path, experiment, 4, "not empty"),
         (tmp_path / "a", experiment, 3, "partition.clients=3"),
         (tmp_path / "a", experiment.with_overrides({"exchange.failures": 0.1}), 4, "invents failures"),
-        (tmp_path / "a", experiment.with_overrides({"exchange.encode": "int4"}), 4, "exchange.encode"),
+        (tmp_path / "a", experiment.with_overrides({"execution.device": "cuda"}), 4, "execution.device must be cpu"),
         (
             tmp_path / "a",
             experiment.with_overrides({"algorithm.name": "bsgd", "algorithm.alpha": 1.0}),

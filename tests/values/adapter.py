@@ -172,23 +172,16 @@ def over_flower(settings: Settings) -> Values:
     s = _complete(settings)
     problem, clients = _toy(s["toy"], s["clients"])
     method = algorithms.build(s["method"], **s["hyper"])
-    spec = RunSpec(
-        rounds=s["rounds"],
-        q=s["local_steps"],
-        seed=s["seed"],
-        participation=s["participation"] or 0,
-        encode=s["encoding"],
-        reduce=s["reduction"],
-    )
+    spec = RunSpec(rounds=s["rounds"], q=s["local_steps"], seed=s["seed"])
     made = flower.Assembly(problem, method, clients, lambda model: {}, "")
     with tempfile.TemporaryDirectory() as name, MonkeyPatch.context() as patch:
         clock = flower.Clock()
-        for module in (flower.server, flower.remote):
+        for module in (flower.server, flower.roster, flower.rounds_of):
             patch.setattr(module, "time", clock)
         for field in ("_run_id", "_node_id", "_task_id"):
             patch.setattr(flower.TaskIdentity, field, 1)
         folder = Path(name)
-        flower.deploy(flower.Custom(s["method"], lambda: made, spec), folder, len(clients))
+        flower.deploy(flower.Custom(s["method"], lambda: made, spec, exchange=_exchange(s)), folder, len(clients))
         state = flower.checkpointed(folder)
         history = read_record(folder / "run" / "record.jsonl")
     kept = {k: v for k, v in state.items() if k.startswith(("shared.", "server."))}

@@ -13,7 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from nestfed.core import NestfedError, as_clients
+from nestfed.core import DivergedError, Fields, NestfedError, as_clients
 from nestfed.deploy.flower.messages import (
     LOG,
     Custom,
@@ -28,8 +28,10 @@ from nestfed.deploy.flower.messages import (
     study_of,
     write_plan,
 )
-from nestfed.deploy.remote import LostStateError, Order, Site, Store
-from nestfed.engine.encode import Encoding
+from nestfed.engine.local import Local
+from nestfed.engine.program import span_from
+from nestfed.engine.round import Order, Reply, Upload
+from nestfed.engine.store import LostStateError, Versions, private_fields
 
 if TYPE_CHECKING:
     from nestfed.deploy.site import Place
@@ -99,6 +101,9 @@ def _safely(message: Message, act: Callable[[], RecordDict]) -> Message:
     except _TroubleError as trouble:
         LOG.log(WARNING, "nestfed: %s", trouble)
         content = _trouble(trouble.kind)
+    except DivergedError as error:
+        LOG.log(WARNING, "nestfed: %s", error)
+        content = _trouble("diverged")
     except LostStateError as error:
         LOG.log(WARNING, "nestfed: %s", error)
         content = _trouble("lost-state")
@@ -161,7 +166,7 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
     from nestfed.deploy.site import Made, at_site
 
     node, words = _site(study, message, context)
-    run, encoding = study.run, Encoding.parse(study.exchange.encode)
+    run, exchange, execution = study.run, study.exchange, study.execution
     token = str(words["token"])
     if not re.fullmatch(r"[0-9a-f]{16}", token):
         raise NestfedError("The order has no proper token.")
@@ -175,18 +180,40 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
     plan = found[0]
     n = node.place.n
     made = Made(study.make(), lambda model: {}) if isinstance(study, Custom) else at_site(study, node.place, plan)
-    problem, algorithm, clients = made.assembly.problem, made.assembly.algorithm, made.assembly.clients
-    clients = as_clients(clients).seeded(run.seed)
-    shared = {k: v.to(problem.x0.dtype) for k, v in fields_of(encoding, message.content["shared"]).items()}  # type: ignore[arg-type]
-    order = Order(int(words["round"]), int(words["t"]), int(words["seen"]), int(words["tap"]))
+    problem, method = made.assembly.problem, made.assembly.algorithm
+    clients = as_clients(made.assembly.clients).seeded(run.seed)
+    received = {
+        k: v.to(problem.x0.dtype)
+        for k, v in fields_of(exchange.encoding, message.content["shared"]).items()  # type: ignore[arg-type]
+    }
+    span = span_from(method, int(words["t"]), run.q)
+    order = Order(int(words["round"]), span, [n], [int(words["seen"])], int(words["tap"]))
     reply = RecordDict({"answer": stamp_of(study, token=token, client=n, round=order.round)})
     if words["evaluate"]:
         with torch.no_grad():
-            reply["tally"] = number_record(made.tally(problem.bind(shared[algorithm.point])))
+            reply["tally"] = number_record(made.tally(problem.bind(received[method.point])))
     if training:
-        identity = f"{study.digest()} {token} client {n}"
-        site = Site(problem, algorithm, clients, n, run.q, run.seed, Store(folder, identity), encoding)
-        answer = site(order, shared)
-        reply["fields"] = as_record(answer.fields)
-        reply["report"] = MetricRecord({"loss": answer.loss, "moved": answer.moved, "examples": answer.examples})
+        template = method.init(problem, problem.x0)
+        store = Versions(
+            folder, f"{study.digest()} {token} client {n}", private_fields(method, template, exchange.encoding)
+        )
+        precision = torch.bfloat16 if execution.precision == "bf16" else None
+        local = Local(
+            problem, method, clients, store, run.seed, exchange, precision=precision, pieces=execution.accumulate,
+            template=template,
+        )  # fmt: skip
+        upload = _upload(local, order, received)
+        reply["fields"] = as_record({k: v[0] for k, v in upload.fields.items()})
+        reply["report"] = MetricRecord(
+            {"loss": float(upload.loss), "moved": float(upload.moved), "examples": upload.examples}
+        )
     return reply
+
+
+def _upload(local: Local, order: Order, received: Fields) -> Upload:
+    """Run this site's round; numbers that became infinite or NaN stay here, with a sentence in the log."""
+    kept = Reply({})
+    with torch.no_grad():
+        for upload in local.uploads(order, received, kept):
+            return upload
+    raise DivergedError(next(iter(kept.dropped.values())))

@@ -18,8 +18,9 @@ from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError, __version__
-from nestfed.deploy.remote import RefusedError
+from nestfed.deploy.flower.gate import RejectedError
 from nestfed.engine.encode import Encoding, squeeze
+from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.files import write_atomically
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ TROUBLES = {
     "lost-state": "it does not have its private fields of the round it last took part in; bring back its `state` "
     "folder, or set lost-state to restart",
     "no-plan": "it has no plan yet",
+    "diverged": "its numbers became infinite or NaN; its own log says where",
     "failed": "it could not do what it was asked; its own log says why",
 }
 
@@ -48,10 +50,14 @@ class Custom:
     name: str
     make: Callable[[], Assembly]
     run: RunSpec
+    evaluation: Evaluation = Evaluation()
+    exchange: Exchange = Exchange()
+    execution: Execution = Execution()
 
     def resolved(self) -> dict[str, Any]:
         """Return the settings as plain data."""
-        return {"custom": self.name, "algorithm": repr(self.make().algorithm), "run": asdict(self.run)}
+        tables = {k: asdict(getattr(self, k)) for k in ("run", "evaluation", "exchange", "execution")}
+        return {"custom": self.name, "algorithm": repr(self.make().algorithm), **tables}
 
     def digest(self) -> str:
         """Return a short name of these settings."""
@@ -80,11 +86,11 @@ def number_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
 def arrays_of(record: ArrayRecord, most: int | None = None) -> dict[str, np.ndarray]:
     """Decode arrays (never pickles), after a look at their size."""
     if most is not None and sum(len(a.data) for a in record.values()) > most:
-        raise RefusedError("it sent more bytes than were asked for.")
+        raise RejectedError("it sent more bytes than were asked for.")
     try:
         return {k: np.array(a.numpy()) for k, a in record.items()}
     except Exception as error:  # a header of hostile bytes may raise anything, from TokenError to MemoryError
-        raise RefusedError("it sent arrays that cannot be read.") from error
+        raise RejectedError("it sent arrays that cannot be read.") from error
 
 
 def tensors_of(record: ArrayRecord, most: int | None = None) -> dict[str, Tensor]:
@@ -92,7 +98,7 @@ def tensors_of(record: ArrayRecord, most: int | None = None) -> dict[str, Tensor
     try:
         return {k: torch.from_numpy(a) for k, a in arrays_of(record, most).items()}
     except TypeError as error:
-        raise RefusedError("it sent arrays of an unknown kind of number.") from error
+        raise RejectedError("it sent arrays of an unknown kind of number.") from error
 
 
 def stamp_of(study: Any, **more: Any) -> ConfigRecord:

@@ -1,0 +1,297 @@
+"""A federation whose clients are institutions: rounds over Flower, with deadlines, retries and a minimum of answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from logging import INFO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+
+from nestfed.core import DivergedError, Fields, NestfedError
+from nestfed.deploy.flower.gate import Gate, RejectedError, TroubleError
+from nestfed.deploy.flower.mailbox import HELLO
+from nestfed.deploy.flower.messages import arrays_of, broadcast_record, plan_record, stamp_of, tensors_of
+from nestfed.deploy.flower.roster import POLL, Roster
+from nestfed.deploy.site import pool, refuse_tally
+from nestfed.engine.options import Exchange
+from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
+
+if TYPE_CHECKING:
+    from nestfed.data.encoding import Plan
+
+MOST_TALLY = 1_000_000
+"""Bytes of a site's counts that are accepted."""
+
+Tally = Mapping[str, np.ndarray]
+
+
+class InOrder:
+    """Folds uploads in the order of the clients, each as soon as all before it are there: sums are a simulation's."""
+
+    def __init__(self, fold: Fold, asked: Sequence[int]) -> None:
+        self.fold, self.queue = fold, deque(asked)
+        self.waiting: dict[int, Upload] = {}
+        self.done: set[int] = set()
+
+    def add(self, n: int, upload: Upload) -> None:
+        """Take in the upload of client n."""
+        self.waiting[n] = upload
+        self.done.add(n)
+        while self.queue and self.queue[0] in self.waiting:
+            self.fold.add(self.waiting.pop(self.queue.popleft()))
+
+    def finish(self) -> None:
+        """Fold what waits for clients that will not answer."""
+        for n in sorted(self.waiting):
+            self.fold.add(self.waiting.pop(n))
+
+
+@dataclass
+class Round:
+    """A round that is under way."""
+
+    order: Order
+    shared: ArrayRecord
+    evaluate: bool
+    gate: Gate
+    uploads: InOrder
+    reply: Reply
+    tallies: dict[int, Tally] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+    """The version of each client's private fields that it is asked to start from."""
+
+    @property
+    def number(self) -> int:
+        """How people count it: from 1."""
+        return self.order.round + 1
+
+
+class Flower:
+    """Runs rounds at sites. Their private fields stay with them; the order says which version to start from."""
+
+    def __init__(
+        self, roster: Roster, plan: Plan, token: str, point: str, exchange: Exchange, *, sites_evaluate: bool
+    ) -> None:
+        self.roster, self.plan, self.token, self.point, self.exchange = roster, plan, token, point, exchange
+        self.sites_evaluate = sites_evaluate
+        self.weight: Callable[[int], float] | None = None
+        if exchange.weights == "examples":
+            self.weight = lambda n: float(roster.facts[n].examples)
+        self.planned: set[int] = set()
+        """Nodes that have the plan."""
+
+    # -- the federation's verbs
+
+    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
+        """Ask until there are enough good answers for a round, or give up."""
+        reply = empty_reply(shared, self.point, order, self.exchange)
+        fold = Fold(self.exchange, shared, reply, self.weight)
+        gate = Gate(order, shared, self.point, self.exchange, self.roster.setup.norm_limit, fold)
+        seen = dict(zip(order.asked, order.seen))
+        message = broadcast_record(self.exchange.encoding, shared)
+        now = Round(order, message, evaluate, gate, InOrder(fold, order.asked), reply, seen=seen)
+        if order.asked or evaluate:
+            self._ask(now)
+        now.uploads.finish()
+        if evaluate:
+            reply.metrics = pool([now.tallies[n] for n in sorted(now.tallies)])
+        self._count_bytes(now)
+        return reply
+
+    def own(self) -> Fields:
+        """Return nothing: private fields stay at the sites."""
+        return {}
+
+    def private(self) -> Fields:
+        """Return nothing: private fields stay at the sites."""
+        return {}
+
+    def restore(self, private: Fields) -> None:
+        """Nothing to restore: the sites kept their versions."""
+
+    def agree(self, value: Any) -> Any:
+        """Return the value: there is one coordinator."""
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Return the flag: there is one coordinator."""
+        return flag
+
+    def close(self) -> None:
+        """Stop waiting for answers."""
+        self.roster.mailbox.withdraw()
+
+    # -- one round
+
+    def _ask(self, now: Round) -> None:
+        setup, roster, asked = self.roster.setup, self.roster, now.order.asked
+        least = min(setup.least, len(asked)) if asked else 1
+        for attempt in range(setup.attempts):
+            wanted = [n for n in asked if n not in now.uploads.done and n not in now.reply.dropped]
+            audience = [n for n in range(setup.sites) if n not in asked and n not in now.tallies]
+            audience = audience if now.evaluate else []
+            need = least - len(now.uploads.done) if asked else 1
+            roster.poll(at_once=True)
+            roster.wait(lambda wanted=wanted or audience, need=need: len(roster.nodes().keys() & set(wanted)) >= need)  # type: ignore[misc]
+            roster.flush()
+            self._collect(now, wanted, audience)
+            if len(now.uploads.done if asked else now.tallies) >= least:
+                return
+            roster.say(
+                f"round {now.number}: {len(now.uploads.done)} of {len(asked)} sites answered well in time, {least} are "
+                f"needed (attempt {attempt + 1} of {setup.attempts})."
+            )
+        if asked:  # otherwise only a metric is missing
+            raise NestfedError(
+                f"Round {now.number} had too few answers {setup.attempts} times; run it again to resume after round "
+                f"{now.order.round}."
+            )
+
+    def _collect(self, now: Round, wanted: list[int], audience: list[int]) -> None:
+        """Ask once, and take in what comes before the deadline."""
+        roster = self.roster
+        end = time.monotonic() + roster.setup.deadline
+        open_: set[int] = set()
+
+        def put(n: int) -> None:
+            if self._send(now, n, n in wanted):
+                open_.add(n)
+
+        roster.poll(at_once=True)
+        for n in (*wanted, *audience):
+            put(n)
+        while open_ and time.monotonic() < end:
+            # A site that came up again has forgotten the question.
+            for n in {roster.client_of[node] for node in roster.poll() if node in roster.client_of} & open_:
+                roster.say(f"site {roster.name(roster.nodes().get(n, 0))} came back; it is asked again.", INFO)
+                put(n)
+            for node, kind, reply in roster.answers():
+                n = roster.client_of.get(node, -1)
+                if kind == HELLO:
+                    if self._joined(node, reply, {*wanted, *audience} - open_ - now.uploads.done):
+                        put(roster.client_of[node])
+                    continue
+                open_.discard(n)
+                try:
+                    self._take(now, n, node, reply, kind == "train")
+                except TroubleError as trouble:
+                    if self._help(now, n, node, trouble):
+                        put(n)
+                except RejectedError as error:
+                    roster.say(f"round {now.number}: the answer of site {roster.name(node)} is dropped: {error}")
+            time.sleep(POLL)
+        for n in sorted(open_):
+            roster.say(f"round {now.number}: site {roster.name(roster.nodes().get(n, 0))} did not answer in time.")
+        roster.mailbox.withdraw(kind="train")  # a late answer finds nobody who waits for it
+        roster.mailbox.withdraw(kind="evaluate")
+
+    def _send(self, now: Round, n: int, train: bool) -> bool:
+        """Ask client n, if it is there."""
+        node = self.roster.nodes().get(n)
+        if node is None:
+            return False
+        order = now.order
+        words = {
+            "round": order.round, "t": order.span.start, "seen": now.seen.get(n, -1),
+            "tap": order.tap if order.tapped else -1, "token": self.token,
+            "evaluate": now.evaluate and self.sites_evaluate,
+        }  # fmt: skip
+        content = RecordDict({"order": stamp_of(self.roster.study, **words), "shared": now.shared})
+        if node not in self.planned:
+            content["plan"], content["scaling"] = plan_record(self.plan)
+        self.roster.ask(node, "train" if train else "evaluate", content, str(now.number))
+        now.reply.downloads += train
+        return True
+
+    def _joined(self, node: int, reply: Message, missing: set[int]) -> bool:
+        """Take in a site's greeting; return whether it is to be asked now."""
+        roster = self.roster
+        first = node in roster.silent
+        roster.register(node, reply)
+        if not first or node in roster.refused or roster.client_of.get(node, -1) not in missing:
+            return False
+        if roster.mailbox.greetings(node):
+            roster.behind.add(node)  # or it was only slow, which its answer will show
+        return True
+
+    def _help(self, now: Round, n: int, node: int, trouble: TroubleError) -> bool:
+        """Do something about a site's trouble; return whether to ask it again."""
+        roster, name = self.roster, self.roster.name(node)
+        if trouble.kind == "no-plan" and node in self.planned:
+            self.planned.discard(node)
+            return True
+        if trouble.kind == "lost-state" and roster.setup.restart_lost and now.seen.get(n, -1) >= 0:
+            roster.say(f"round {now.number}: site {name} lost its private fields and starts anew.")
+            now.seen[n] = -1
+            return True
+        if trouble.kind == "diverged":
+            sentence = f"Site {name}: its numbers became infinite or NaN in round {now.number}; its own log says where."
+            if self.exchange.on_nan == "stop":
+                raise DivergedError(sentence)
+            now.reply.dropped[n] = sentence
+        elif trouble.kind in ("another-experiment", "another-version"):
+            roster.refuse(node, str(trouble))
+        else:
+            roster.say(f"round {now.number}: site {name} did not take part: {trouble}")
+        return False
+
+    def _take(self, now: Round, n: int, node: int, reply: Message, training: bool) -> None:
+        """Check an answer to the last number before anything of it is used."""
+        words = self.roster.words(reply, "answer")
+        if words.get("client") != n:
+            raise RejectedError(f"it answered for client {words.get('client')}.")
+        if words.get("round") != now.order.round:
+            raise RejectedError(f"it answered round {_plus_one(words.get('round'))} instead of {now.number}.")
+        extra = set(reply.content) - {"answer", "fields", "report", "tally"}
+        if extra or ("fields" in reply.content) != training:
+            raise RejectedError("it sent records that nobody asked for, or not those asked for.")
+        tally = _tally(reply) if now.evaluate else {}
+        if training:
+            now.uploads.add(n, self._upload(now, n, reply))
+        if tally:
+            now.tallies[n] = tally
+        self.planned.add(node)
+
+    def _upload(self, now: Round, n: int, reply: Message) -> Upload:
+        if self.weight is not None and not self.weight(n):
+            raise NestfedError(
+                "exchange.weights = 'examples', but this problem's sites do not count examples: set equal."
+            )
+        fields, report = reply.content.get("fields"), reply.content.get("report")
+        if not isinstance(fields, ArrayRecord) or not isinstance(report, MetricRecord):
+            raise RejectedError("its fields or its report are missing.")
+        numbers = [v for k in ("loss", "moved", "examples") if isinstance(v := report.get(k), int | float)]
+        if len(numbers) != 3 or len(report) != 3 or not isinstance(numbers[2], int):
+            raise RejectedError("its report is not as asked.")
+        # numpy's header is at most some hundred bytes for every array, of which int8 has two.
+        most = sum(v.numel() * v.element_size() + 10_000 for v in now.gate.shared.values()) * 2
+        loss, moved, examples = numbers
+        return now.gate.checked(n, tensors_of(fields, most), float(loss), float(moved), int(examples))
+
+    def _count_bytes(self, now: Round) -> None:
+        """Note the bytes of the messages themselves, beside the record's count of the fields in them."""
+        mailbox = self.roster.mailbox
+        line = {"round": now.number, "sent": mailbox.sent, "received": mailbox.got}
+        with (self.roster.setup.out / "wire.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _tally(reply: Message) -> Tally:
+    """Return a site's counts for the metrics, if it sent some."""
+    record = reply.content.get("tally")
+    if not isinstance(record, ArrayRecord):
+        return {}
+    counted = arrays_of(record, MOST_TALLY)
+    if sentence := refuse_tally(counted):
+        raise RejectedError(sentence)
+    return counted
+
+
+def _plus_one(value: Any) -> Any:
+    return value + 1 if isinstance(value, int) else value

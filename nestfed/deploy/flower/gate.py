@@ -1,0 +1,73 @@
+"""What the coordinator believes of an answer: nothing of it is used before all of it was checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nestfed.core import Fields
+from nestfed.engine.encode import wire_form
+from nestfed.engine.options import Exchange
+from nestfed.engine.program import TAP
+from nestfed.engine.round import Fold, Order, Upload
+
+
+class RejectedError(Exception):
+    """An answer that must not be used; the sentence says why."""
+
+
+class TroubleError(RejectedError):
+    """A site says of itself that something is wrong."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Checks the uploads of one round."""
+
+    order: Order
+    shared: Fields
+    point: str
+    exchange: Exchange
+    norm_limit: float
+    """The largest norm of a change that is accepted; 0 = any."""
+    fold: Fold
+
+    def checked(self, n: int, fields: Mapping[str, Tensor], loss: float, moved: float, examples: int) -> Upload:
+        """Return client n's upload, or raise."""
+        form = wire_form(self.exchange.encoding.up, self.shared)
+        if self.order.tapped:
+            x = self.shared[self.point]
+            form[TAP] = (x.dtype, tuple(x.shape))
+        if set(fields) != set(form):
+            raise RejectedError(f"it sent {', '.join(sorted(fields)) or 'nothing'} instead of {', '.join(form)}.")
+        for k, (dtype, shape) in form.items():
+            value = fields[k]
+            if tuple(value.shape) != shape:
+                raise RejectedError(f"its {k} has shape {tuple(value.shape)} instead of {shape}.")
+            if value.dtype != dtype:
+                raise RejectedError(f"its {k} is {value.dtype} instead of {dtype}.")
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise RejectedError(f"its {k} holds infinite or NaN values.")
+        if not (math.isfinite(loss) and math.isfinite(moved) and examples >= 0):
+            raise RejectedError("its loss, movement or number of examples is not a number.")
+        rows = {k: v[None] for k, v in fields.items()}
+        self._check_change(rows)
+        place = self.order.asked.index(n)
+        numbers = torch.tensor([[loss], [moved]], dtype=torch.float64)
+        return Upload([n], [place], rows, numbers[0], numbers[1], examples)
+
+    def _check_change(self, rows: Fields) -> None:
+        values, base = self.fold.decoded(rows), self.fold.base
+        norm = math.sqrt(sum(float(((values[k][0] - base[k]) ** 2).sum()) for k in self.shared))
+        if not math.isfinite(norm):
+            raise RejectedError("its change is infinite or NaN.")
+        if self.norm_limit and norm > self.norm_limit:
+            raise RejectedError(f"its change has norm {norm:.4g}, above the limit of {self.norm_limit:g}.")

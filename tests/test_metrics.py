@@ -350,8 +350,9 @@ def test_a_name_without_direction_is_refused_with_the_remedy(monkeypatch: pytest
 def test_regression_metrics() -> None:
     p, y = [1.0, 2.0, 4.0], [1.0, 3.0, 2.0]
     assert (mse(p, y), mae(p, y)) == pytest.approx((5 / 3, 1))
-    assert METRICS["rmse"].function is not None
-    assert METRICS["rmse"].function(p, y) == pytest.approx(math.sqrt(5 / 3))
+    assert find("rmse")(p, y) == pytest.approx(math.sqrt(5 / 3))
+    with pytest.raises(NestfedError, match="drift is not a function of scores"):
+        find("drift")(p, y)
     assert r2(p, y) == pytest.approx(1 - 5 / 2)
     assert r2(p, y, baseline=0.0) == pytest.approx(1 - 5 / 14)
     assert r2(y, y) == 1

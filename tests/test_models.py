@@ -271,8 +271,8 @@ def test_build_passes_options_on() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: build("resnet"), "did you mean 'resnet18'"),
-        (lambda: build("MNIST"), "did you mean 'mnist'"),
+        (lambda: build("resnet"), "did you mean resnet18"),
+        (lambda: build("MNIST"), "did you mean mnist"),
         (lambda: build("transformer-xxl"), "known are mlp, mnist"),
         (lambda: build("mlp", (7,), width=3), "does not take 'width'; its options are hidden"),
         (lambda: build("mlp"), r"shape=\(14,\)"),

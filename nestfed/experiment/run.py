@@ -20,6 +20,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.experiment.spec import Experiment, from_tables, identity
 from nestfed.files import locked, write_atomically
+from nestfed.metrics import find
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
@@ -133,7 +134,10 @@ def _simulate(
     from nestfed.engine.simulate import simulate
 
     spec = experiment.run
-    metric = spec.metric or made.metric
+    best = ""
+    if spec.output == "best":
+        metric = find(spec.metric or made.metric)
+        best = f"{'' if metric.higher else '-'}val_{metric.name}"
     result = simulate(
         made.problem,
         made.algorithm,
@@ -151,7 +155,7 @@ def _simulate(
         evaluate=made.evaluate,
         every=spec.every,
         output=spec.output,  # type: ignore[arg-type]
-        best=f"val_{metric}" if spec.output == "best" else "",
+        best=best,
         participation=spec.participation or None,
         failures=spec.failures,
         encode=spec.encode,

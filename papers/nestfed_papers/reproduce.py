@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -12,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError, unknown
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.experiment.compare import compare
@@ -54,9 +53,7 @@ def find(name: str) -> Reproduction:
     from nestfed_papers.reproductions.papers import REPRODUCTIONS
 
     if name not in REPRODUCTIONS:
-        near = difflib.get_close_matches(name, REPRODUCTIONS, 1, 0.4)
-        hint = f"did you mean {near[0]}?" if near else "`nestfed reproduce --list` shows them."
-        raise NestfedError(f"There is no reproduction {name!r}; {hint}")
+        raise unknown("reproduction", name, REPRODUCTIONS)
     return REPRODUCTIONS[name]
 
 
@@ -80,8 +77,9 @@ def reproduce(
     pyplot()  # better now than after hours
     amount = found.at(budget, seeds)
     if only:
-        if unknown := [data for data in only if data not in [case.data for case in found.cases]]:
-            raise NestfedError(f"{name} has no case {unknown[0]!r}; it has {', '.join(c.data for c in found.cases)}.")
+        cases = [case.data for case in found.cases]
+        if wrong := [data for data in only if data not in cases]:
+            raise NestfedError(f"{name} has no case {wrong[0]!r}; it has {', '.join(cases)}.")
         amount = replace(amount, cases=tuple(only))
     place = out / f"{name}-{budget}"
     place.mkdir(parents=True, exist_ok=True)
@@ -151,7 +149,7 @@ class Part(NamedTuple):
 
     experiment: Experiment
     folder: Path
-    metric: str
+    metric: Metric
     outcomes: Sequence[MethodResult]
 
 
@@ -190,7 +188,7 @@ def _records(case: Case, part: Part) -> list[Run]:
             about = {"data": case.data, "method": o.method, "seed": s, "chosen": dict(o.chosen), "trials": o.trials}
             diverged = (place / DIVERGED).exists()
             training = None if diverged else training_loss(variant.with_overrides({"run.seed": s}), place)
-            found.append(Run.of(history, part.metric, training=training, diverged=diverged, **about))
+            found.append(Run.of(history, part.metric.name, training=training, diverged=diverged, **about))
     return found
 
 
@@ -199,7 +197,7 @@ def _draw(case: Case, parts: Sequence[Part], place: Path) -> None:
     for part in parts:
         for o in part.outcomes:
             histories.setdefault(o.method, []).extend(o.histories)
-    curves(histories, parts[0].metric, place / f"{slug(case.data)}.png", case.data)
+    curves(histories, parts[0].metric.name, place / f"{slug(case.data)}.png", case.data)
 
 
 def slug(text: str) -> str:
@@ -241,11 +239,12 @@ def published(evidence: Evidence, data: str) -> tuple[Mapping[str, float], float
 def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
     """Return a case's table: for every method the outcome, the published value, and what targets cost.
 
-    Where nothing was published the target is the lowest of the methods' final means, which all of them reach.
+    Where nothing was published the target is the worst of the methods' final means, which all of them reach.
     """
     values, higher = published(evidence, data)
     methods = evidence.methods(data)
     means = {m: fmean(evidence.finals(data, m)) for m in methods}
+    worst = evidence.metric(data).worst(means.values()) if means else math.nan
     also = find(evidence.name).also
     offered = _offered(evidence, data)
     table = []
@@ -270,7 +269,7 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
                     for k in runs[0].chosen
                 },
                 "diverged": sum(r.diverged for r in runs),
-                "to_published": reached(runs, min(means.values()) if known is None else known),
+                "to_published": reached(runs, worst if known is None else known),
                 "to_higher": None if higher is None else reached(runs, higher),
                 "also": {k: {"mean": fmean(v), "sd": spread(v)} for k, v in others.items() if v},
                 "finals": finals,
@@ -378,7 +377,8 @@ def page(evidence: Evidence, place: Path, pages: Mapping[str, Page]) -> Page:
     tables, blocks, shown = [], [], []
     for data in evidence.data():
         table = rows(evidence, data)
-        best = max(range(len(table)), key=lambda i: table[i]["mean"])
+        metric = evidence.metric(data)
+        best = max(range(len(table)), key=lambda i: metric.signed(table[i]["mean"]))
         texts = [cells(row, evidence, data) for row in table]
         tables.append(Table(data, header(evidence, data), texts, _note(table), [best]))
         blocks.append(_curves(evidence, data))
@@ -430,7 +430,7 @@ def _curves(evidence: Evidence, data: str) -> Curves:
 
     # The loss that a meta-learner records is not the same quantity for all methods.
     meta = any(run.training is not None for run in evidence.runs if run.data == data)
-    return curves_of_runs(histories(evidence, data), [evidence.metric(data), *([] if meta else ["loss"])], data)
+    return curves_of_runs(histories(evidence, data), [evidence.metric(data).name, *([] if meta else ["loss"])], data)
 
 
 def histories(evidence: Evidence, data: str) -> dict[str, list[list[Record]]]:
@@ -456,7 +456,7 @@ def histories(evidence: Evidence, data: str) -> dict[str, list[list[Record]]]:
 def draw(evidence: Evidence, path: Path) -> Path:
     """Draw a reproduction's curves against rounds from its records, and the training loss where the paper draws it."""
     cases = {data: histories(evidence, data) for data in evidence.data()}
-    metric = evidence.metric(evidence.data()[0])
+    metric = evidence.metric(evidence.data()[0]).name
     return overview(cases, [metric, "loss"] if find(evidence.name).losses else [metric], path)
 
 

@@ -102,7 +102,7 @@ def markdown(found: dict[str, Evidence]) -> str:
         "setting instead of a grid, it is taken (0 trials). A run that diverged counts with the last model that was evaluated before.",
         "",
         "- **Costs** are those of the first evaluation at which a seed had reached the target, of all clients together; where nothing is",
-        "  published the target is the lowest of the final means. *(2 of 3)* is the mean of the seeds that reached it; – means that none did.",
+        "  published the target is the worst of the final means. *(2 of 3)* is the mean of the seeds that reached it; – means that none did.",
         "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of its values seed by seed excludes 0. A claim that the",
         "  seeds neither contradict nor bear out is *not confirmed (within the spread)*; what was not run is *not testable here*. Whether",
         "  published values are reached, and who is first at how many evaluations, is told of means. The training",

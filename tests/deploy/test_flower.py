@@ -735,7 +735,8 @@ def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["uniform", "best"])
-def test_other_outcomes(output: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("metric", ["accuracy", "log_loss"])
+def test_other_outcomes(output: str, metric: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     from nestfed.experiment.run import run

@@ -37,6 +37,7 @@ from nestfed.engine.encode import Encoding
 from nestfed.engine.record import metrics_of
 from nestfed.engine.round import Participation
 from nestfed.files import locked, write_atomically
+from nestfed.metrics import find
 
 if TYPE_CHECKING:
     from nestfed.data.encoding import Facts, Plan
@@ -400,11 +401,15 @@ class _Server:
             plan, token = self.plan()
             made, tells = self._made(plan)
             spec = study.run
+            best = ""
+            if spec.output == "best":
+                metric = find(spec.metric or made.metric)
+                best = f"{'' if metric.higher else '-'}val_{metric.name}"
             self.encoding = Encoding.parse(spec.encode)
             coordinator = Coordinator(
                 made.problem, made.algorithm, setup.sites, spec.rounds, spec.q, spec.seed, setup.out,
                 f"{study.digest()} {token}", setup.rules, self.encoding, Participation(spec.participation or None, spec.failures),
-                spec.output, f"val_{spec.metric or made.metric}" if spec.output == "best" else "",
+                spec.output, best,
                 reduce=spec.reduce, noise=spec.noise,
             )  # fmt: skip
             for sentence in coordinator.passed_over:

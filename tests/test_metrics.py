@@ -17,6 +17,7 @@ from nestfed.core import METRICS, Metric, NestfedError
 from nestfed.metrics import (
     Estimate,
     ScoreHistogram,
+    ScoreTotals,
     accuracy,
     auroc,
     average_precision,
@@ -370,3 +371,17 @@ def test_judge_computes_what_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(METRICS, "_things", {**METRICS._things})
     METRICS.add("mean_score", Metric("mean_score", True, lambda s, _: float(np.mean(s)), "ranking"))
     assert judge([1.0, 2.0, 3.0], y)["mean_score"] == 2
+
+
+def test_totals_of_clients_add_up_to_the_metrics_of_all_rows() -> None:
+    rng = np.random.default_rng(0)
+    s, y = rng.normal(size=40), rng.integers(0, 2, 40)
+    one, other = (ScoreTotals.of(s[part], y[part], log_odds=True) for part in (slice(7), slice(7, None)))
+    found, exact = (one + other).metrics(), judge(s, y, log_odds=True)
+    for name, value in exact.items():
+        assert found[name] == pytest.approx(value, abs=found.get(f"{name}_error", 0) + ROUNDING)
+    nobody = ScoreTotals.of([], np.zeros(0, int), log_odds=True)
+    assert (one + nobody).metrics() == one.metrics()
+    silent = ScoreTotals.of(s, y)
+    assert math.isnan((one + silent).metrics()["log_loss"]), "a client that tells no losses makes the mean unknown"
+    assert all(math.isnan(v) for v in nobody.metrics().values())

@@ -692,6 +692,18 @@ def test_a_data_set_in_parts(problem: str, algorithm: dict[str, Any], evaluate: 
     }  # fmt: skip
 
 
+def test_a_binary_classifier_has_the_metrics_of_simulation(tmp_path: Path) -> None:
+    """Sites once told only histograms of its scores, so a deployment had no log-loss to choose by."""
+    from nestfed.experiment.run import run
+
+    experiment = labelled("classify", {"name": "fedavg", "eta": 0.1}, rounds=1, data={"binary": True})
+    deploy(experiment, tmp_path, 4)
+    ours = read_record(tmp_path / "run" / "record.jsonl")[-1]
+    theirs = run(experiment, tmp_path / "simulated", progress=False)[-1]
+    for key in ("accuracy", "log_loss", "val_accuracy", "val_log_loss"):
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "method"),
     [("sine", "local-scgdm"), ("sine", "local-moml"), ("fcsg-figure1", "fcsg-m")],

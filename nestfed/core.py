@@ -60,8 +60,11 @@ T = TypeVar("T")
 def unknown(what: str, name: str, known: Iterable[str]) -> NestfedError:
     """Return the error for an unknown name, with the nearest known one: `raise unknown("metric", "acc", METRICS)`."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, 1, 0.4)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}." if known else "none is known."
+    lower = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(name.lower(), lower, 1, 0.4)
+    hint = (
+        f"did you mean {lower[near[0]]}?" if near else f"known are {', '.join(known)}." if known else "none is known."
+    )
     return NestfedError(f"There is no {what} {name!r}; {hint}")
 
 
@@ -128,6 +131,12 @@ class Metric:
     def floor(self) -> float:
         """What a value that does not exist counts as: no value is worse."""
         return -math.inf if self.higher else math.inf
+
+    def __call__(self, scores: Any, labels: Any) -> float:
+        """Compute it from scores and labels."""
+        if self.function is None:
+            raise NestfedError(f"The metric {self.name} is not a function of scores and labels.")
+        return self.function(scores, labels)
 
     def signed(self, value: float | None) -> float:
         """Return a value so that larger is better, for sorting and for differences."""

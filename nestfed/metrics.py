@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +150,7 @@ def judge(scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = Fals
     """
     one = np.ndim(scores) == 1
     kinds = ["ranking"] * one + ["log-odds"] * (log_odds or not one)
-    return {m.name: m.function(scores, labels) for m in METRICS.values() if m.function and m.scores in kinds}
+    return {m.name: m(scores, labels) for m in METRICS.values() if m.scores in kinds}
 
 
 # --------------------------------------------------------------------------------- value and certainty
@@ -307,6 +309,54 @@ class ScoreHistogram:
 
 
 _UNKNOWN = Estimate(float("nan"), float("nan"), float("nan"))
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTotals:
+    """What a client may share of its scores: their histogram, and sums of right answers and losses. Totals add up."""
+
+    examples: float
+    sums: Mapping[str, float]
+    """Of metrics that are means over examples; empty unless the scores are logits."""
+    histogram: ScoreHistogram | None
+    """None where there is one score per class."""
+
+    @classmethod
+    def of(cls, scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = False) -> ScoreTotals:
+        """Count the scores of one client; single scores that are log-odds have sums too."""
+        n, one = len(np.asarray(labels)), np.ndim(scores) == 1
+        means = {"accuracy": accuracy, "log_loss": log_loss} if log_odds or not one else {}
+        sums = (
+            {name: n * function(scores, labels) for name, function in means.items()} if n else dict.fromkeys(means, 0.0)
+        )
+        return cls(n, sums, ScoreHistogram.of(scores, labels) if one else None)
+
+    def __add__(self, other: ScoreTotals) -> ScoreTotals:
+        if not isinstance(other, ScoreTotals):
+            return NotImplemented
+        missing = float("nan")  # a sum that one of them does not tell is unknown
+        sums = {k: self.sums.get(k, missing) + other.sums.get(k, missing) for k in {**self.sums, **other.sums}}
+        histograms = [h for h in (self.histogram, other.histogram) if h is not None]
+        return ScoreTotals(self.examples + other.examples, sums, reduce(add, histograms) if histograms else None)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics over all examples; auroc_error is the most by which bins can make auroc wrong."""
+        found = {k: v / self.examples if self.examples else float("nan") for k, v in self.sums.items()}
+        if self.histogram is not None:
+            for name, estimate in (("auroc", self.histogram.auroc()), ("ap", self.histogram.average_precision())):
+                found |= {name: estimate.value, f"{name}_error": estimate.error}
+        return found
+
+
+def judge_pooled(
+    scores: npt.ArrayLike, labels: npt.ArrayLike, parts: Iterable[npt.ArrayLike], *, log_odds: bool = False
+) -> dict[str, float]:
+    """Return the metrics that follow from what clients may share, each of which holds some of the rows."""
+    s, y = np.asarray(scores), np.asarray(labels)
+    each = [ScoreTotals.of(s[rows], y[rows], log_odds=log_odds) for rows in map(np.asarray, parts) if len(rows)]
+    if not each:
+        raise NestfedError("No client has examples to evaluate on.")
+    return reduce(add, each).metrics()
 
 
 @lru_cache(maxsize=8)

@@ -6,7 +6,6 @@ None keeps running statistics: what is not a parameter would be averaged by nobo
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import operator
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, max_pool2d, relu
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, unknown
 
 Hidden = tuple[Tensor, Tensor]
 """The state (h, c) of a `WordLSTM`, each (layers, batch, size)."""
@@ -262,9 +261,7 @@ def build(
     "mlp". The global generator of torch is left as it was.
     """
     if name not in NETWORKS:
-        near = difflib.get_close_matches(str(name).lower(), NETWORKS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(NETWORKS)}."
-        raise NestfedError(f"There is no network {name!r}; {hint}")
+        raise unknown("network", name, NETWORKS)
     network = NETWORKS[name]
     given: dict[str, Any] = {}
     if network.outputs is not None:
@@ -288,6 +285,18 @@ def build(
     if network.make is Mlp and shape is not None and len(shape) > 1:
         return nn.Sequential(nn.Flatten(-len(shape)), model)
     return model
+
+
+CHUNK = 250
+"""Examples that are scored at once: more no longer fit into a processor's cache."""
+
+
+def score(
+    model: Callable[[Tensor], Tensor], x: Tensor, ready: Callable[[Tensor], Tensor] = lambda part: part
+) -> Tensor:
+    """Return a model's scores of any number of examples, in chunks; `ready` makes a chunk what the model takes."""
+    with torch.no_grad():
+        return torch.cat([model(ready(part)) for part in x.split(CHUNK)]).cpu()
 
 
 def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> None:

@@ -17,6 +17,7 @@ from nestfed.core import METRICS, Metric, NestfedError
 from nestfed.metrics import (
     Estimate,
     ScoreHistogram,
+    ScoreTotals,
     accuracy,
     auroc,
     average_precision,
@@ -350,8 +351,9 @@ def test_a_name_without_direction_is_refused_with_the_remedy(monkeypatch: pytest
 def test_regression_metrics() -> None:
     p, y = [1.0, 2.0, 4.0], [1.0, 3.0, 2.0]
     assert (mse(p, y), mae(p, y)) == pytest.approx((5 / 3, 1))
-    assert METRICS["rmse"].function is not None
-    assert METRICS["rmse"].function(p, y) == pytest.approx(math.sqrt(5 / 3))
+    assert find("rmse")(p, y) == pytest.approx(math.sqrt(5 / 3))
+    with pytest.raises(NestfedError, match="drift is not a function of scores"):
+        find("drift")(p, y)
     assert r2(p, y) == pytest.approx(1 - 5 / 2)
     assert r2(p, y, baseline=0.0) == pytest.approx(1 - 5 / 14)
     assert r2(y, y) == 1
@@ -369,3 +371,17 @@ def test_judge_computes_what_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(METRICS, "_things", {**METRICS._things})
     METRICS.add("mean_score", Metric("mean_score", True, lambda s, _: float(np.mean(s)), "ranking"))
     assert judge([1.0, 2.0, 3.0], y)["mean_score"] == 2
+
+
+def test_totals_of_clients_add_up_to_the_metrics_of_all_rows() -> None:
+    rng = np.random.default_rng(0)
+    s, y = rng.normal(size=40), rng.integers(0, 2, 40)
+    one, other = (ScoreTotals.of(s[part], y[part], log_odds=True) for part in (slice(7), slice(7, None)))
+    found, exact = (one + other).metrics(), judge(s, y, log_odds=True)
+    for name, value in exact.items():
+        assert found[name] == pytest.approx(value, abs=found.get(f"{name}_error", 0) + ROUNDING)
+    nobody = ScoreTotals.of([], np.zeros(0, int), log_odds=True)
+    assert (one + nobody).metrics() == one.metrics()
+    silent = ScoreTotals.of(s, y)
+    assert math.isnan((one + silent).metrics()["log_loss"]), "a client that tells no losses makes the mean unknown"
+    assert all(math.isnan(v) for v in nobody.metrics().values())

@@ -12,6 +12,7 @@ from torch.func import functional_call, stack_module_state
 
 from nestfed.core import NestfedError
 from nestfed.models import (
+    CHUNK,
     NETWORKS,
     CifarNet,
     FashionNet,
@@ -22,6 +23,7 @@ from nestfed.models import (
     SineNet,
     WordLSTM,
     build,
+    score,
 )
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -272,11 +274,26 @@ def test_build_passes_options_on() -> None:
     assert build("resnet18", groups=8).norm.num_groups == 8  # type: ignore[union-attr]
 
 
+def test_scores_in_chunks_are_those_of_all_at_once() -> None:
+    x = torch.randn(3 * CHUNK + 7, 5, generator=torch.Generator().manual_seed(0))
+    model, seen = build("mlp", (5,), 3), []
+
+    def ready(part: torch.Tensor) -> torch.Tensor:
+        seen.append(len(part))
+        return 2 * part
+
+    found = score(model, x, ready)
+    assert seen == [CHUNK, CHUNK, CHUNK, 7]
+    assert not found.requires_grad
+    torch.testing.assert_close(found, model(2 * x).detach())
+    assert score(model, x[:0]).shape == (0, 3)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: build("resnet"), "did you mean 'resnet18'"),
-        (lambda: build("MNIST"), "did you mean 'mnist'"),
+        (lambda: build("resnet"), "did you mean resnet18"),
+        (lambda: build("MNIST"), "did you mean mnist"),
         (lambda: build("transformer-xxl"), "known are mlp, mnist"),
         (lambda: build("mlp", (7,), width=3), "does not take 'width'; its options are hidden"),
         (lambda: build("mlp"), r"shape=\(14,\)"),

@@ -17,6 +17,7 @@ from nestfed.core import COMMANDS, OBJECTIVES, NestfedError
 from nestfed.report.page import size
 
 if TYPE_CHECKING:
+    from nestfed.core import Metric
     from nestfed.data.sources import Source
     from nestfed.experiment.spec import Experiment
     from nestfed.report.summary import MethodResult
@@ -272,7 +273,7 @@ def _compare(
     say(f"\nreport   {report}\nrecords  {place}")
     if drawable():
         shown = {o.method: o.histories for o in outcomes}
-        say(f"curves   {curves(shown, metric, place / 'curves.png', title)}")
+        say(f"curves   {curves(shown, metric.name, place / 'curves.png', title)}")
 
 
 def write_events_below(runs: Path, place: Path) -> None:
@@ -283,22 +284,22 @@ def write_events_below(runs: Path, place: Path) -> None:
         write_events(record, place / record.parent.relative_to(runs))
 
 
-def _table(outcomes: list[MethodResult], metric: str, seeds: int) -> None:
+def _table(outcomes: list[MethodResult], metric: Metric, seeds: int) -> None:
     from statistics import fmean
 
     from rich.table import Table
 
     from nestfed.report.summary import reached, spread
 
-    means = {o.method: fmean(o.final(metric)) for o in outcomes}
-    best, target = max(means, key=lambda m: means[m]), min(means.values())
+    means = {o.method: fmean(o.final(metric.name)) for o in outcomes}
+    best, target = max(means, key=lambda m: metric.signed(means[m])), metric.worst(means.values())
     table = Table(box=None, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for column in (f"{metric} on test", "rounds", f"rounds to {target:.4f}", "examples", "sent", "trials"):
+    for column in (f"{metric.name} on test", "rounds", f"rounds to {target:.4f}", "examples", "sent", "trials"):
         table.add_column(column, justify="right")
     table.add_column("tuned to")
     for o in outcomes:
-        values, end = o.final(metric), o.histories[0][-1]
+        values, end = o.final(metric.name), o.histories[0][-1]
         hits = [hit["round"] for history in o.histories if (hit := reached(history, metric, target)) is not None]
         some = f" ({len(hits)} of {seeds})" if len(hits) < seeds else ""
         table.add_row(
@@ -312,7 +313,9 @@ def _table(outcomes: list[MethodResult], metric: str, seeds: int) -> None:
             " ".join(f"{k.split('.')[-1]}={v}" for k, v in o.chosen.items()),
         )
     say(table)
-    say(f"\nMean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}. Highest mean {metric}: {best}.")
+    say(
+        f"\nMean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}. {metric.direction} mean {metric.name}: {best}."
+    )
     for o in outcomes:
         if o.diverged:
             say(o.fate())

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,10 @@ from nestfed.core import NestfedError
 from nestfed.data.encoding import Facts, Plan
 from nestfed.data.partition import Summary
 from nestfed.data.tables import load_table
-from nestfed.experiment.build import Assembly, Metrics, assemble, judged, labelled
+from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, prepare
 from nestfed.experiment.spec import Experiment, hyper_parameters
-from nestfed.metrics import ScoreHistogram
+from nestfed.metrics import ScoreHistogram, ScoreTotals
 
 Arrays = dict[str, np.ndarray]
 LABELLED = ("classify", "auroc", "auprc")
@@ -133,7 +135,8 @@ def at_site(experiment: Experiment, place: Place, plan: Plan) -> Made:
     if not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
     assembly = _build(experiment, prepared, plan)
-    return Made(assembly, lambda model: _tally(model, prepared, held))
+    log_odds = experiment.problem.name == "classify"
+    return Made(assembly, lambda model: _tally(model, prepared, held, log_odds))
 
 
 def at_coordinator(experiment: Experiment, plan: Plan) -> Assembly:
@@ -194,20 +197,21 @@ def _with_phantom(prepared: Prepared) -> Prepared:
 # Metrics
 
 
-def _tally(model: Callable[[Tensor], Tensor], prepared: Prepared, held: Sequence[Held | None]) -> Arrays:
-    """Count scores by class (of a binary problem, only bins that hold any), or add up right answers and losses."""
+def _tally(
+    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Sequence[Held | None], log_odds: bool
+) -> Arrays:
+    """Count scores by class (of a binary problem, only bins that hold any), and add up right answers and losses."""
     told: Arrays = {}
     for prefix, some in zip(("", "val_"), held):
         if some is None or not len(some.y):
             continue
-        scores = torch.cat([model(prepared.ready(part)) for part in some.x.split(1000)])
-        logits, labels = scores.double().numpy(), some.y.numpy()
-        if logits.ndim == 2:
-            values = judged(logits, labels)
-            told |= {f"{prefix}sum.{k}": np.array(v * len(labels)) for k, v in values.items()}
-            told[f"{prefix}sum.examples"] = np.array(float(len(labels)))
+        totals = ScoreTotals.of(*scored(model, prepared, some), log_odds=log_odds)
+        if totals.sums:
+            told |= {f"{prefix}sum.{k}": np.array(v) for k, v in totals.sums.items()}
+            told[f"{prefix}sum.examples"] = np.array(float(totals.examples))
+        counted = totals.histogram
+        if counted is None:
             continue
-        counted = ScoreHistogram.of(logits, labels)
         bins = np.flatnonzero(counted.positives + counted.negatives)
         told[f"{prefix}histogram"] = np.stack([bins, counted.positives[bins], counted.negatives[bins]]).astype(
             np.uint32
@@ -244,25 +248,21 @@ def pool(told: Sequence[Mapping[str, np.ndarray]]) -> Metrics:
     """Return the metrics over all sites from what each told."""
     found: Metrics = {}
     for prefix in ("", "val_"):
-        histograms = [_histogram(t, prefix) for t in told if f"{prefix}histogram" in t]
-        if histograms:
-            whole = histograms[0]
-            for other in histograms[1:]:
-                whole = whole + other
-            auroc, ap = whole.auroc(), whole.average_precision()
-            values = {"auroc": auroc.value, "ap": ap.value, "auroc_error": auroc.error, "ap_error": ap.error}
-            found |= {prefix + k: v for k, v in values.items()}
-        sums = [t for t in told if f"{prefix}sum.examples" in t]
-        total = sum(float(t[f"{prefix}sum.examples"]) for t in sums)
-        if total:
-            names = [k for k in sums[0] if k.startswith(f"{prefix}sum.") and not k.endswith(".examples")]
-            for k in names:
-                found[prefix + k.removeprefix(f"{prefix}sum.")] = sum(float(t.get(k, np.nan)) for t in sums) / total
+        totals = [_totals(t, prefix) for t in told if f"{prefix}histogram" in t or f"{prefix}sum.examples" in t]
+        if totals:
+            found |= {prefix + k: v for k, v in reduce(add, totals).metrics().items()}
     return found
 
 
-def _histogram(told: Mapping[str, np.ndarray], prefix: str) -> ScoreHistogram:
+def _totals(told: Mapping[str, np.ndarray], prefix: str) -> ScoreTotals:
+    """Read what `_tally` wrote."""
+    start = f"{prefix}sum."
+    sums = {k.removeprefix(start): float(v) for k, v in told.items() if k.startswith(start)}
+    examples = sums.pop("examples", 0.0)
+    if f"{prefix}histogram" not in told:
+        return ScoreTotals(examples, sums, None)
     bins, positives, negatives = told[f"{prefix}histogram"].astype(np.int64)
     counts = np.zeros((2, BINS), np.int64)
     counts[0, bins], counts[1, bins] = positives, negatives
-    return ScoreHistogram(counts[0], counts[1], None, int(told.get(f"{prefix}unscored", np.array(0))))
+    unscored = int(told.get(f"{prefix}unscored", np.array(0)))
+    return ScoreTotals(examples, sums, ScoreHistogram(counts[0], counts[1], None, unscored))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed import algorithms, metrics, models
+from nestfed import algorithms, models
 from nestfed.algorithms.conditional import BSpiderBoost
-from nestfed.core import OBJECTIVES, NestfedError
+from nestfed.core import OBJECTIVES, Metric, NestfedError
 from nestfed.data.clients import Examples, Pairs, Size, every, start_large
 from nestfed.data.partition import Summary
 from nestfed.experiment.prepare import Held, Prepared, prepare
 from nestfed.experiment.spec import Experiment, hyper_parameters
+from nestfed.metrics import judge, judge_pooled
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
 from nestfed.problems.classify import Classify
@@ -25,8 +26,6 @@ from nestfed.problems.flat import channels_last
 from nestfed.problems.invariant import InvariantClients, InvariantLogistic, accuracy
 
 Metrics = dict[str, float]
-CHUNK = 250
-"""Examples that are scored at once: more no longer fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Assembly:
     clients: Any
     test: Callable[[Any], Metrics]
     """A model's metrics on the test data."""
-    metric: str
-    """The metric that decides, unless the experiment names another."""
+    metric: str | Metric
+    """The metric that decides, unless the experiment names another; one of your own is a `Metric`."""
     validation: Callable[[Any], Metrics] | None = None
     """The same on the validation data, if there are any: all that tuning sees."""
     summary: Summary | None = None
@@ -102,13 +101,12 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
         if spec.name == "auroc":
             problem = AUROC(model, p=p, sigmoid=spec.sigmoid, clip=clip)
     metric = "ap" if spec.name == "auprc" else "auroc" if binary else "accuracy"
-    judge = partial(score, prepared=prepared, device=experiment.execution.device, odds=spec.name == "classify")
-    validation = None if prepared.validation is None else partial(judge, held=prepared.validation)
-    ranks = (
-        partial(scored, prepared=prepared, held=prepared.test, device=experiment.execution.device) if binary else None
-    )
+    device = experiment.execution.device
+    on = partial(evaluate, prepared=prepared, device=device, log_odds=spec.name == "classify")
+    validation = None if prepared.validation is None else partial(on, held=prepared.validation)
+    ranks = partial(scored, prepared=prepared, held=prepared.test, device=device) if binary else None
     return Assembly(
-        problem, None, clients, partial(judge, held=prepared.test), metric, validation, prepared.summary, ranks
+        problem, None, clients, partial(on, held=prepared.test), metric, validation, prepared.summary, ranks
     )
 
 
@@ -122,52 +120,22 @@ def _size(experiment: Experiment, usual: int) -> Size:
     return start_large(large, usual)
 
 
-def score(
-    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu", *, odds: bool = False
+def evaluate(
+    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu", *, log_odds: bool = False
 ) -> Metrics:
-    """Return the metrics of a model on examples that were held out."""
-    logits, labels = scored(model, prepared, held, device)
-    return pooled(logits, labels, held.parts, odds) if held.parts else judged(logits, labels, odds)
+    """Return the metrics of a model on examples that were held out; of clients' own ones, from what clients may share."""
+    scores, labels = scored(model, prepared, held, device)
+    if held.parts:
+        return judge_pooled(scores, labels, held.parts, log_odds=log_odds)
+    return judge(scores, labels, log_odds=log_odds)
 
 
 def scored(
-    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str
+    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu"
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a model's scores of examples that were held out, and their labels."""
-    scores = torch.cat([model(channels_last(prepared.ready(part.to(device)))) for part in held.x.split(CHUNK)])
-    return scores.double().cpu().numpy(), held.y.numpy()
-
-
-def judged(logits: np.ndarray, labels: np.ndarray, odds: bool = False) -> Metrics:
-    """Return AUROC and average precision for one score per example, accuracy and log-loss for one per class.
-
-    If single scores are log-odds, as cross-entropy makes them, accuracy and log-loss mean something for them too.
-    """
-    found = {}
-    if logits.ndim == 1:
-        found = {"auroc": metrics.auroc(logits, labels), "ap": metrics.average_precision(logits, labels)}
-    if logits.ndim == 2 or odds:
-        found |= {"accuracy": metrics.accuracy(logits, labels), "log_loss": metrics.log_loss(logits, labels)}
-    return found
-
-
-def pooled(logits: np.ndarray, labels: np.ndarray, parts: Sequence[np.ndarray], odds: bool = False) -> Metrics:
-    """Return the same from what clients may tell: sums, and histograms of their scores.
-
-    AUROC and average precision come with the largest error that the histogram's bins allow, such as auroc_error.
-    """
-    parts = [part for part in parts if len(part)]
-    if not parts:
-        raise NestfedError("No client has examples to evaluate on.")
-    each = [(len(part) / len(logits), judged(logits[part], labels[part], odds)) for part in parts]
-    told = [k for k in ("accuracy", "log_loss") if k in each[0][1]]
-    found: Metrics = {k: sum(share * values[k] for share, values in each) for k in told}
-    if logits.ndim == 1:
-        histograms = [metrics.ScoreHistogram.of(logits[part], labels[part]) for part in parts]
-        whole = sum(histograms[1:], histograms[0])
-        for name, estimate in (("auroc", whole.auroc()), ("ap", whole.average_precision())):
-            found |= {name: estimate.value, f"{name}_error": estimate.error}
-    return found
+    scores = models.score(model, held.x, lambda part: channels_last(prepared.ready(part.to(device))))
+    return scores.double().numpy(), held.y.numpy()
 
 
 def _invariant(experiment: Experiment, seed: int) -> Assembly:

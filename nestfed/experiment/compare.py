@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.run import DIVERGED, Job, carry_out
 from nestfed.experiment.spec import Experiment
@@ -30,7 +30,7 @@ def compare(
     trial_seeds: int = 1,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
-) -> tuple[str, list[MethodResult]]:
+) -> tuple[Metric, list[MethodResult]]:
     """Tune every method by the validation metric (see `nestfed.experiment.tune`), then run it with every seed.
 
     Tuning sees validation data only and seeds that are not reported; trials have up to `trial_rounds` rounds (0: all)

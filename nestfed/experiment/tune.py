@@ -17,7 +17,7 @@ import random
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,12 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from nestfed.core import DivergedError, NestfedError
+from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.run import TUNING_SEED, Job, carry_out
 from nestfed.experiment.spec import Experiment
 from nestfed.files import locked, write_atomically
+from nestfed.metrics import find
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -69,19 +70,23 @@ class Tuned:
 
 
 class Halving(optuna.pruners.BasePruner):
-    """Of `count` trials the better half goes on after each of the rungs; those that failed are among the worse."""
+    """Of `count` trials the better half by a metric continues after each of the rungs; failed ones are the worst."""
 
-    def __init__(self, count: int, rungs: Sequence[int]) -> None:
-        self.count, self.rungs = count, rungs
+    def __init__(self, count: int, rungs: Sequence[int], metric: Metric) -> None:
+        self.count, self.rungs, self.metric = count, rungs, metric
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
         """Tell whether a trial stops; every trial's value at this round must have been reported."""
         step = trial.last_step
         if step is None or step not in self.rungs:
             return False
-        values = [(-t.intermediate_values[step], t.number) for t in study.trials if step in t.intermediate_values]
+
+        def place(t: FrozenTrial) -> tuple[float, int]:
+            return -self.metric.signed(t.intermediate_values[step]), t.number
+
+        places = [place(t) for t in study.trials if step in t.intermediate_values]
         kept = math.ceil(self.count / 2 ** sum(rung <= step for rung in self.rungs))
-        return (-trial.intermediate_values[step], trial.number) not in sorted(values)[:kept]
+        return place(trial) not in sorted(places)[:kept]
 
 
 def search_space(experiment: Experiment, method: str) -> dict[str, BaseDistribution]:
@@ -128,7 +133,8 @@ class _Search:
     study: Study
     plan: Sequence[int]
     """The rounds at which trials pause, and that of their end."""
-    judge: str
+    metric: Metric
+    """On validation data."""
     out: Path
     seeds: int
     """Every trial is run with so many seeds, and judged by their mean."""
@@ -160,7 +166,7 @@ class _Search:
         going = {t.number: t for t in self.running() if t.number in jobs}
         for number, trial in going.items():
             if step not in trial.intermediate_values:
-                value = fmean(validation(job.out, self.judge, step) for job in jobs[number])
+                value = fmean(validation(job.out, self.metric, step) for job in jobs[number])
                 optuna.trial.Trial(self.study, trial._trial_id).report(value, step)
         for trial in self.running():
             if trial.number in going:
@@ -174,19 +180,23 @@ class _Search:
         for t in self.study.trials:
             value = t.intermediate_values[t.last_step] if t.last_step is not None else None
             trials.append(Trial(self.settings(t), STATES[t.state], value, t.last_step or 0))
-        # Should all that went on have failed, the best of those that went farthest before is taken.
+
+        def place(t: FrozenTrial) -> tuple[int, float, int]:
+            step = t.last_step or 0
+            return step, self.metric.signed(t.intermediate_values[step]), -t.number
+
+        # If every trial that continued has failed, the best of those that came farthest before is chosen.
         sound = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
-        best = max(sound, key=lambda t: (t.last_step or 0, t.intermediate_values[t.last_step or 0], -t.number))
-        return Tuned(self.method, self.settings(best), trials)
+        return Tuned(self.method, self.settings(max(sound, key=place)), trials)
 
 
-def validation(out: Path, metric: str, step: int) -> float:
+def validation(out: Path, metric: Metric, step: int) -> float:
     """Return a run's validation metric at a round; one that is not a number counts as the worst."""
-    records = [r for r in read_record(out / "record.jsonl") if metric in r]
+    records = [r for r in read_record(out / "record.jsonl") if metric.name in r]
     if not records:
-        raise NestfedError(f"The records in {out} hold no {metric!r}: tuning needs a metric on validation data.")
-    found = [r[metric] for r in records if r["round"] == step]
-    return float(found[-1]) if found and found[-1] is not None else -math.inf
+        raise NestfedError(f"The records in {out} hold no {metric.name!r}: tuning needs a metric on validation data.")
+    found = [r[metric.name] for r in records if r["round"] == step]
+    return float(found[-1]) if found and found[-1] is not None else metric.floor
 
 
 def pauses(rounds: int, every: int) -> list[int]:
@@ -243,7 +253,7 @@ def _open(
     experiment: Experiment,
     method: str,
     variant: Experiment,
-    judge: str,
+    metric: Metric,
     out: Path,
     trials: int,
     stopping: bool,
@@ -260,16 +270,16 @@ def _open(
     study = optuna.create_study(
         study_name=method,
         storage=_storage(out / "trials.log"),
-        direction="maximize",
+        direction="maximize" if metric.higher else "minimize",
         load_if_exists=True,
-        pruner=Halving(count, rungs),
+        pruner=Halving(count, rungs, metric),
     )
     if study.user_attrs.get("identity", identity) != identity:
         raise NestfedError(f"{out} holds another tuning of {method}; choose another directory with --out.")
     study.set_user_attr("identity", identity)
     for params in drawn(space, count)[len(study.trials) :]:
         study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=space))
-    return _Search(method, experiment, variant, study, (*rungs, variant.run.rounds), judge, out, seeds)
+    return _Search(method, experiment, variant, study, (*rungs, variant.run.rounds), metric, out, seeds)
 
 
 def tune(
@@ -283,7 +293,7 @@ def tune(
     seeds: int = 1,
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
-) -> tuple[str, dict[str, Tuned]]:
+) -> tuple[Metric, dict[str, Tuned]]:
     """Let every method try settings, and choose the best by validation data; return the metric and what was found.
 
     `trials` is the number for each method (0: its whole grid; one with fewer points tries them all), `rounds` how long
@@ -295,7 +305,9 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if trials < 0:
         raise NestfedError(f"trials must be at least 1, not {trials}.")
-    metric, judges, found, variants = "", {}, {}, {}
+    if not methods:
+        raise NestfedError("There are no methods to tune: name at least one.")
+    metrics, found, variants = {}, {}, {}
     for name in methods:
         variant = experiment.for_method(name)
         variants[name] = variant = variant.with_overrides({"run.rounds": trial_rounds(variant, rounds)})
@@ -303,8 +315,7 @@ def tune(
         start = {k: d.choices[0] if isinstance(d, CategoricalDistribution) else d.low for k, d in space.items()}  # type: ignore[attr-defined]
         start = _settings(experiment, name, start)
         made = assemble(variant.with_overrides(start))
-        metric = str(experiment.evaluation.metric or made.metric)
-        judges[name] = f"val_{metric}"
+        metrics[name] = find(experiment.evaluation.metric or made.metric)
         if all(d.single() for d in space.values()):
             found[name] = Tuned(name, start)
         elif made.validation is None:
@@ -312,13 +323,18 @@ def tune(
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         searches = [
-            _open(experiment, n, variants[n], judges[n], out, trials, stopping, seeds)
+            _open(experiment, n, variants[n], _on_validation(metrics[n]), out, trials, stopping, seeds)
             for n in methods
             if n not in found
         ]
         _search(searches, workers or os.cpu_count() or 1, tell)
     found |= {s.method: s.outcome() for s in searches}
-    return metric, {name: found[name] for name in methods}
+    return metrics[methods[-1]], {name: found[name] for name in methods}
+
+
+def _on_validation(metric: Metric) -> Metric:
+    """Return a metric under the name that records have for its value on validation data."""
+    return replace(metric, name=f"val_{metric.name}")
 
 
 def _search(searches: Sequence[_Search], workers: int, tell: Callable[[str], None]) -> None:
@@ -368,16 +384,16 @@ def write_tuned(experiment: Experiment, tuned: Mapping[str, Tuned], path: Path) 
     return path
 
 
-def shown(tuned: Mapping[str, Tuned], metric: str) -> tuple[list[str], list[list[str]]]:
+def shown(tuned: Mapping[str, Tuned], metric: Metric) -> tuple[list[str], list[list[str]]]:
     """Return a table for people: every trial, best first, the chosen settings marked."""
     rows = []
     for outcome in tuned.values():
         told = " ".join(f"{k.split('.')[-1]}={v}" for k, v in outcome.chosen.items())
         if not outcome.trials:
             rows.append([outcome.method, told or "as in the file", "", "", "nothing to choose"])
-        for trial in sorted(outcome.trials, key=lambda t: (-t.round, -(t.value or -math.inf))):
+        for trial in sorted(outcome.trials, key=lambda t: (-t.round, -metric.signed(t.value))):
             told = " ".join(f"{k.split('.')[-1]}={v}" for k, v in trial.settings.items())
             value = "" if trial.value is None else f"{trial.value:.4f}"
             state = "chosen" if trial.state == "finished" and trial.settings == outcome.chosen else trial.state
             rows.append([outcome.method, told, value, str(trial.round), state])
-    return ["method", "settings", f"{metric} on validation", "after round", ""], rows
+    return ["method", "settings", f"{metric.name} on validation", "after round", ""], rows

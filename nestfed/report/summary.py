@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError
 from nestfed.engine.record import COSTS, read
 from nestfed.engine.round import Record
+from nestfed.metrics import find
 from nestfed.report.page import Cell, Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table, size
 
 History = Sequence[Record]
 TRAINING = ("loss", "drift")
-_FALLING = ("loss", "drift", "log_loss", "perplexity", "mse")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def page_of_run(directory: Path, title: str = "") -> Page:
 
 def page_of_comparison(
     directory: Path,
-    metric: str,
+    metric: str | Metric,
     outcomes: Sequence[MethodResult],
     *,
     title: str = "",
@@ -100,6 +100,7 @@ def page_of_comparison(
 
     `published` are values by method; `targets` are those whose cost is told, by default the worst method's final one.
     """
+    metric = find(metric)
     first: dict[str, Path] = {}
     seeds: list[int] = []
     for outcome in outcomes:
@@ -110,22 +111,23 @@ def page_of_comparison(
         seeds = sorted({*seeds, *(_settings(p)["run"]["seed"] for p in places[: len(outcome.histories)])})
     runs = {o.method: o.histories for o in outcomes}
     settings = {method: _settings(place) for method, place in first.items()}
-    finals = {method: _finals(histories, metric) for method, histories in runs.items()}
-    better = min if falls(metric) else max
-    worse = max if falls(metric) else min
-    best = better(finals, key=lambda m: fmean(finals[m]))
-    targets = targets or [worse(fmean(values) for values in finals.values())]
+    finals = {method: _finals(histories, metric.name) for method, histories in runs.items()}
+    means = {method: fmean(values) for method, values in finals.items()}
+    best = max(means, key=lambda m: metric.signed(means[m]))
+    targets = targets or [metric.worst(means.values())]
     tuned: dict[str, dict[str, Cell]] = {
         "trials": {o.method: o.trials for o in outcomes},
         "tuned to": {o.method: ", ".join(f"{k.split('.')[-1]} = {v}" for k, v in o.chosen.items()) for o in outcomes},
     }
     tables = [final_table(runs, metric, published or {}, tuned if any(o.trials for o in outcomes) else {})]
     tables += [target_table(runs, metric, target) for target in targets]
-    extreme = "Lowest" if falls(metric) else "Highest"
-    summary = f"{extreme} mean {metric}: {best}, {spread(finals[best])} over {_count(len(seeds), 'seed')}."
+    summary = (
+        f"{metric.direction} mean {metric.name}: {best}, {spread(finals[best])} over {_count(len(seeds), 'seed')}."
+    )
     summary = " ".join([summary, *(o.fate() for o in outcomes if o.diverged)])
     everything = [h for histories in runs.values() for h in histories]
-    names = [metric, *(m for m in _metrics(everything, next(iter(settings.values()))) if m != metric), *TRAINING]
+    others = [m for m in _metrics(everything, next(iter(settings.values()))) if m != metric.name]
+    names = [metric.name, *others, *TRAINING]
     return Page(
         title or f"{_count(len(outcomes), 'method')} on {_one(_subject(s) for s in settings.values())}",
         summary,
@@ -177,21 +179,21 @@ def curves_of_runs(runs: Mapping[str, Sequence[History]], metrics: Sequence[str]
 
 def final_table(
     runs: Mapping[str, Sequence[History]],
-    metric: str,
+    metric: str | Metric,
     published: Mapping[str, float] | None = None,
     more: Mapping[str, Mapping[str, Cell]] | None = None,
     title: str = "",
 ) -> Table:
     """Return final values and total costs per method, the published value and the difference beside; `more` columns."""
-    published, more = published or {}, more or {}
-    columns = ["method", metric, *(["published", "difference"] if published else [])]
+    metric, published, more = find(metric), published or {}, more or {}
+    columns = ["method", metric.name, *(["published", "difference"] if published else [])]
     columns += ["rounds", "examples", "sent", "seconds", *more]
-    means = {method: fmean(_finals(histories, metric)) for method, histories in runs.items()}
-    extreme = (min if falls(metric) else max)(means.values())
+    means = {method: fmean(_finals(histories, metric.name)) for method, histories in runs.items()}
+    top = metric.best(means.values())
     rows: list[list[Cell]] = []
     for method, histories in runs.items():
         ends = [history[-1] for history in histories]
-        row: list[Cell] = [method, spread(_finals(histories, metric))]
+        row: list[Cell] = [method, spread(_finals(histories, metric.name))]
         if published:
             known = published.get(method)
             row += [None, None] if known is None else [f"{known:.4f}", _signed(means[method] - known)]
@@ -205,12 +207,13 @@ def final_table(
     counts = {len(histories) for histories in runs.values()}
     seeds = "–".join(str(c) for c in sorted({min(counts), max(counts)}))
     note = f"Mean ± standard deviation over {seeds} seeds." if max(counts) > 1 else "One seed."
-    best = [i for i, method in enumerate(runs) if means[method] == extreme]
+    best = [i for i, method in enumerate(runs) if means[method] == top]
     return Table(title or "Final values on test data", columns, rows, note, best if len(runs) > 1 else ())
 
 
-def target_table(runs: Mapping[str, Sequence[History]], metric: str, target: float, title: str = "") -> Table:
+def target_table(runs: Mapping[str, Sequence[History]], metric: str | Metric, target: float, title: str = "") -> Table:
     """Return what each method needed to reach a value: rounds, examples, bytes, seconds, and how many seeds did."""
+    metric = find(metric)
     rows: list[list[Cell]] = []
     for method, histories in runs.items():
         hits = [hit for history in histories if (hit := reached(history, metric, target)) is not None]
@@ -225,20 +228,13 @@ def target_table(runs: Mapping[str, Sequence[History]], metric: str, target: flo
         rows.append([*row, f"{len(hits)} of {len(histories)}"])
     note = "Up to each seed's first evaluation that reached it. Seeds says how many did; means are over those."
     columns = ["method", "rounds", "examples", "sent", "seconds", "seeds"]
-    return Table(title or f"Needed to reach {metric} {_number(target)}", columns, rows, note)
+    return Table(title or f"Needed to reach {metric.name} {_number(target)}", columns, rows, note)
 
 
-def reached(history: History, metric: str, target: float) -> Record | None:
+def reached(history: History, metric: str | Metric, target: float) -> Record | None:
     """Return the first record after the start whose metric is at least as good as the target."""
-    falling = falls(metric)
-    known = (r for r in history if r["round"] and r.get(metric) is not None)
-    return next((r for r in known if (r[metric] <= target if falling else r[metric] >= target)), None)
-
-
-def falls(metric: str) -> bool:
-    """Tell whether less is better, by the metric's name."""
-    name = metric.removeprefix("val_")
-    return name in _FALLING or name.endswith(("_error", "_norm", "_loss"))
+    metric = find(metric)
+    return next((r for r in history if r["round"] and metric.reached(r.get(metric.name), target)), None)
 
 
 def spread(values: Sequence[float], form: Callable[[float], str] = lambda v: f"{v:.4f}") -> str:

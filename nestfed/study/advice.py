@@ -14,6 +14,7 @@ from torch import Tensor
 from nestfed import algorithms, theory
 from nestfed.core import Algorithm, Batch, NestfedError, Saddle, Schedule, as_clients
 from nestfed.engine.round import Record
+from nestfed.metrics import find
 
 PAGE = "docs/warnings.md"
 
@@ -158,17 +159,18 @@ def look_at(history: Sequence[Record], metric: str, moved: float) -> list[str]:
 
 
 def plateau(history: Sequence[Record], metric: str) -> list[str]:
-    """Return a hint if the second half of the rounds gained nothing, or if the metric was still rising at the end."""
-    curve = [(r["round"], r[metric]) for r in history if r.get(metric) is not None]
+    """Return a hint if the second half of the rounds gained nothing, or if the metric still improved at the end."""
+    signed = find(metric).signed
+    curve = [(r["round"], signed(r[metric])) for r in history if r.get(metric) is not None]
     if len(curve) < 6:
         return []
     half = len(curve) // 2
     early, late = max(v for _, v in curve[:half]), max(v for _, v in curve[half:])
     if late - early < 1e-3:
-        return [f"{metric} did not rise after round {curve[half - 1][0]}: fewer rounds would do."]
+        return [f"{metric} did not improve after round {curve[half - 1][0]}: fewer rounds would do."]
     quarter = [v for _, v in curve[-max(2, len(curve) // 4) :]]
     if quarter[-1] - quarter[0] > 0.01:
-        return [f"{metric} was still rising at the end: more rounds should help."]
+        return [f"{metric} was still improving at the end: more rounds should help."]
     return []
 
 

@@ -25,7 +25,6 @@ from nestfed.study import advice
 from nestfed.study.sites import Refused
 
 FORMAT = 1
-CHUNK = 4096
 ATTEMPTS, SHRINK = 4, 4.0
 """How often training is begun with a step size of our own, and what it is divided by after it diverged."""
 
@@ -247,9 +246,3 @@ def refuse_runaway(history: Sequence[Record]) -> None:
     losses = [r["loss"] for r in history if r.get("loss") is not None]
     if losses and losses[-1] > 1e3 * max(1.0, abs(losses[0])):
         raise DivergedError(f"The loss grew from {losses[0]:.3g} to {losses[-1]:.3g}: the step size is too large.")
-
-
-def in_chunks(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a model in pieces that fit into memory."""
-    with torch.no_grad():
-        return torch.cat([model(part) for part in x.split(CHUNK)])

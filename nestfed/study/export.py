@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestfed import metrics
 from nestfed.core import __version__
 from nestfed.data.encoding import FAR
 from nestfed.files import write_atomically
+from nestfed.metrics import find
 from nestfed.report import html
 from nestfed.report.page import Figure, Line, Page, Table
 from nestfed.study.base import Scores
@@ -162,7 +162,8 @@ def page(outcome: Outcome, files: Sequence[Path]) -> Page:
 
 
 def _best_row(outcome: Outcome) -> int:
-    return int(np.nanargmax([one.values[outcome.metric] for one in outcome.trained]))
+    metric = find(outcome.metric)
+    return int(np.argmax([metric.signed(one.values[metric.name]) for one in outcome.trained]))
 
 
 def _named(outcome: Outcome) -> Any:
@@ -175,9 +176,7 @@ def _on(one: Trained, mine: np.ndarray, outcome: Outcome) -> float | None:
         return None
     n = int(outcome.owner[mine][0])
     scores = one.scores[n] if one.name == "every site alone" else one.scores
-    s, y = scores[mine], outcome.labels[mine]
-    measure = {"auroc": metrics.auroc, "ap": metrics.average_precision, "accuracy": metrics.accuracy}[outcome.metric]
-    return measure(s, y)
+    return find(outcome.metric)(scores[mine], outcome.labels[mine])
 
 
 def _figures(outcome: Outcome) -> list[Figure]:

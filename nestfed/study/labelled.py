@@ -13,13 +13,14 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_feature_names, _check_n_features, check_is_fitted
 from torch import Tensor
 
-from nestfed import metrics
+from nestfed import models
 from nestfed.data.clients import Examples, Pairs
 from nestfed.data.partition import Summary
+from nestfed.metrics import judge
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.classify import Classify
 from nestfed.study import advice
-from nestfed.study.base import Federated, Scores, in_chunks
+from nestfed.study.base import Federated, Scores
 from nestfed.study.batches import Balanced, BalancedAUROC
 from nestfed.study.sites import Refused, Scale, Site, as_features, common_scale, gather, scale_from_json
 
@@ -121,7 +122,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         self.module_ = self._scores.module
         self.calibration_ = (1.0, 0.0)
         if self.kind != "classify":
-            raw = in_chunks(self._scores, x).double().numpy()
+            raw = models.score(self._scores, x).double().numpy()
             self.calibration_ = calibrate([(raw[part], labels[part].numpy()) for part in parts])
         return self
 
@@ -175,11 +176,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
     def _evaluation(self, eval_set: Any) -> Any:
         x, y = self._pooled(eval_set)
 
-        def judge(model: Any) -> dict[str, float]:
-            scores = in_chunks(model, x.to(self.device)).double().cpu().numpy()
-            return self._judged(scores, y)
-
-        return judge
+        return lambda model: self._judged(models.score(model, x, lambda part: part.to(self.device)), y)
 
     def _pooled(self, some: Any, y: Any = None) -> tuple[Tensor, np.ndarray]:
         """Return labelled examples, of one site or of several, as the model wants them."""
@@ -193,13 +190,8 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
             raise Refused(f"The class {unknown[0]!r} was not in the training data, whose classes are {self.classes_}.")
         return x, np.searchsorted(self.classes_, labels)
 
-    def _judged(self, scores: np.ndarray, y: np.ndarray) -> dict[str, float]:
-        found = {}
-        if scores.ndim == 1:
-            found = {"auroc": metrics.auroc(scores, y), "ap": metrics.average_precision(scores, y)}
-        if self.kind == "classify":
-            found |= {"accuracy": metrics.accuracy(scores, y), "log_loss": metrics.log_loss(scores, y)}
-        return found
+    def _judged(self, scores: Tensor, y: np.ndarray) -> dict[str, float]:
+        return judge(scores.double().numpy(), y, log_odds=self.kind == "classify")
 
     # -----------------------------------------------------------------------------------------------------
     # Using it
@@ -233,7 +225,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
     def _logits(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
         a, b = self.calibration_
-        raw = in_chunks(self._scores, self._input(X)).double().numpy()
+        raw = models.score(self._scores, self._input(X)).double().numpy()
         return a * raw + b if raw.ndim == 1 else raw
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -265,7 +257,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         """Return all metrics on (X, y), or on sites together."""
         check_is_fitted(self)
         x, labels = self._pooled(X, y)
-        return self._judged(in_chunks(self._scores, x).double().numpy(), labels)
+        return self._judged(models.score(self._scores, x), labels)
 
     def __sklearn_tags__(self) -> Any:
         """Say what is special: missing values are welcome, classes are two unless said otherwise."""

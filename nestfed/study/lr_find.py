@@ -13,6 +13,7 @@ from sklearn.base import clone
 
 from nestfed.core import DivergedError, NestfedError
 from nestfed.data.partition import hold_out
+from nestfed.metrics import find
 from nestfed.study.advice import NestfedWarning
 from nestfed.study.sites import Site, gather
 
@@ -25,7 +26,7 @@ SMALLEST = 8
 
 @dataclass(frozen=True)
 class Found:
-    """What the test found: the metric for every step size (NaN where training broke down)."""
+    """What the test found: the metric for every step size (NaN where training diverged)."""
 
     metric: str
     lrs: tuple[float, ...]
@@ -33,10 +34,12 @@ class Found:
 
     @property
     def best(self) -> float:
-        """The step size with the highest metric; the smaller one of two that tie."""
-        alive = [(-value, lr) for lr, value in zip(self.lrs, self.values) if np.isfinite(value)]
+        """The step size with the best metric; the smaller one of two that tie."""
+        alive = [
+            (-find(self.metric).signed(value), lr) for lr, value in zip(self.lrs, self.values) if np.isfinite(value)
+        ]
         if not alive:
-            raise NestfedError("Training broke down with every step size: look at the data, or try far smaller ones.")
+            raise NestfedError("Training diverged with every step size: check the data, or try far smaller ones.")
         return min(alive)[1]
 
     def draw(self, path: str | Path) -> Path:
@@ -78,7 +81,7 @@ def sweep(
 ) -> Found:
     """Train once with every step size, or with multiples of the default one, and judge by a metric.
 
-    That is the estimator's own unless another one is named. A trial that breaks down counts as NaN.
+    That is the estimator's own unless another one is named. A trial that diverges counts as NaN.
     """
     metric = metric or estimator.metric
     found: dict[float, float] = {}

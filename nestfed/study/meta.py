@@ -11,12 +11,14 @@ import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from nestfed import models
 from nestfed.core import Clients, Data
 from nestfed.data.clients import without_replacement
 from nestfed.data.random import Purpose, Streams
+from nestfed.metrics import find
 from nestfed.problems.classify import cross_entropy
 from nestfed.problems.maml import MAML, squared_error
-from nestfed.study.base import Federated, Scores, in_chunks
+from nestfed.study.base import Federated, Scores
 from nestfed.study.sites import (
     Refused,
     Scale,
@@ -218,7 +220,7 @@ class FederatedMAML(Federated):
 
     def predict(self, X: Any) -> np.ndarray:
         """Return predictions without any adaptation."""
-        return self._answers(in_chunks(self._scores, self._input(X)))
+        return self._answers(models.score(self._scores, self._input(X)))
 
     def score(self, X: Any, y: None = None, steps: int = 1) -> float:
         """Return R² or accuracy on unseen tasks: each is adapted on its first `shots` examples, judged on the rest."""
@@ -227,18 +229,15 @@ class FederatedMAML(Federated):
         return self._judged(tasks, self._x, steps)
 
     def _judged(self, tasks: Sequence[tuple[Tensor, Tensor]], at: Tensor, steps: int = 1) -> float:
-        answers, truths = [], []
+        outputs, truths = [], []
         for x, y in tasks:
             if len(x) <= self.shots:
                 raise Refused(f"A task has {len(x)} examples: more than {self.shots} (shots) are needed to judge it.")
             k = self.shots
             u = self._problem.adapt(at, (x[None, :k], y[None, :k]), steps)
-            answers.append(self._answers(self._problem.predict(u, x[None, k:])[0].cpu()))
-            truths.append(y[k:].numpy())
-        answer, truth = np.concatenate(answers).astype(np.float64), np.concatenate(truths).astype(np.float64)
-        if self.task == "classification":
-            return float((answer == truth).mean())
-        return float(1 - ((answer - truth) ** 2).sum() / ((truth - truth.mean()) ** 2).sum())
+            outputs.append(self._problem.predict(u, x[None, k:])[0].cpu())
+            truths.append(y[k:])
+        return find(self._metric)(torch.cat(outputs).numpy(), torch.cat(truths).numpy())
 
     def _fitted(self) -> dict[str, Any]:
         return {

@@ -10,9 +10,10 @@ import torch
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from nestfed import models
 from nestfed.data.clients import Examples
 from nestfed.problems import Minimax
-from nestfed.study.base import Federated, in_chunks
+from nestfed.study.base import Federated
 from nestfed.study.sites import Refused, Scale, as_features, common_scale, gather, scale_from_json
 
 
@@ -94,7 +95,7 @@ class FederatedMinimax(Federated):
     def predict(self, X: Any) -> np.ndarray:
         """Return the model's outputs."""
         check_is_fitted(self)
-        return in_chunks(self.module_, self.scale_(*as_features(X))).numpy()
+        return models.score(self.module_, self.scale_(*as_features(X))).numpy()
 
     def _fitted(self) -> dict[str, Any]:
         return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import difflib
 import json
 import time
 import warnings
@@ -18,12 +17,22 @@ import torch
 from sklearn.base import clone
 from torch import Tensor, nn
 
-from nestfed import metrics
-from nestfed.core import Algorithm, Batch, Differentiable, DivergedError, NestfedError, Schedule, at, positive
+from nestfed import metrics, models
+from nestfed.core import (
+    Algorithm,
+    Batch,
+    Differentiable,
+    DivergedError,
+    Metric,
+    NestfedError,
+    Schedule,
+    at,
+    positive,
+    unknown,
+)
 from nestfed.data.tables import csv_columns, label_of, load_table, parquet_columns, require_column
 from nestfed.engine.round import Record
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
-from nestfed.study.base import in_chunks
 from nestfed.study.lr_find import Found, apart, pairs, sweep
 from nestfed.study.sites import Site
 
@@ -170,9 +179,7 @@ def _is_number(text: str) -> bool:
 def find_kind(objective: str) -> type[FederatedAUC | FederatedAUPRC | FederatedClassifier]:
     """Return the estimator for an objective."""
     if objective not in KINDS:
-        near = difflib.get_close_matches(objective, KINDS, 1, 0.3)
-        hint = f"did you mean {near[0]}?" if near else f"choose {', '.join(KINDS)}."
-        raise NestfedError(f"There is no objective {objective!r}: {hint}")
+        raise unknown("objective", objective, KINDS)
     return KINDS[objective]
 
 
@@ -237,7 +244,7 @@ class Outcome:
     interval: tuple[float, float]
     """95 %, by bootstrap over test rows."""
     gain: tuple[float, float, float] | None
-    """Over FedAvg: the difference and its 95 % interval, by paired bootstrap."""
+    """Over FedAvg: the difference, above 0 if better, and its 95 % interval, by paired bootstrap."""
     rows: Mapping[str, int]
     grouped: str
     seconds: float
@@ -276,7 +283,7 @@ def train(
     fitting, validation = apart(rest, VALIDATION, seed + 1)
     _refuse_one_class(target, data.classes, fitting, "training")
     _refuse_one_class(target, data.classes, test, "test")
-    judge = _Judge(kind.metric, test, len(data.classes))
+    judge = _Judge(kind.metric, test)
     common: dict[str, Any] = {"rounds": rounds, "q": q, "hidden": tuple(hidden), "random_state": seed}
     trying = max(1, rounds // 2)  # enough to rank step sizes
     ways: list[Any] = [FederatedClassifier(algorithm="fedavg", **common)]
@@ -287,7 +294,7 @@ def train(
         tell(
             f"{objective if way.kind != 'classify' else 'FedAvg on cross-entropy'}: {len(TRIALS)} trials, then training"
         )
-        found = sweep(clone(way).set_params(rounds=trying), fitting, validation, (), TRIALS, judge.metric)
+        found = sweep(clone(way).set_params(rounds=trying), fitting, validation, (), TRIALS, judge.metric.name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", advice.TheoryWarning)  # the step size was measured
             final = way.set_params(lr=found.best).fit(pairs(rest), eval_set=pairs(test))
@@ -304,7 +311,7 @@ def train(
         "test": len(judge.labels),
     }
     return Outcome(
-        fitted[0].set_params(lr=trained[0].lr), judge.metric, data.classes, target, objective, trained, judge.labels,
+        fitted[0].set_params(lr=trained[0].lr), judge.metric.name, data.classes, target, objective, trained, judge.labels,
         judge.owner, interval, gain, rows, grouped, time.perf_counter() - began,
     )  # fmt: skip
 
@@ -320,8 +327,8 @@ def _refuse_one_class(target: str, classes: Sequence[str], sites: Sequence[Site]
 class _Judge:
     """The test rows of all sites, and the metrics on them."""
 
-    def __init__(self, metric: str, test: Sequence[Site], classes: int) -> None:
-        self.metric, self.classes = metric, classes
+    def __init__(self, metric: str | Metric, test: Sequence[Site]) -> None:
+        self.metric = metrics.find(metric)
         self.test = [site for site in test if len(site)]
         self.labels = np.concatenate([site.y for site in test])
         self.owner = np.repeat(np.arange(len(test)), [len(site) for site in test])
@@ -329,17 +336,19 @@ class _Judge:
     def scores(self, estimator: Any, model: Callable[[Tensor], Tensor]) -> np.ndarray:
         """Return a model's scores on the test rows."""
         x = torch.cat([estimator._scaled(site.x, site.features) for site in self.test])
-        return in_chunks(model, x).double().numpy()
+        return models.score(model, x).double().numpy()
 
     def values(self, scores: np.ndarray, rows: Any = slice(None)) -> dict[str, float]:
         """Return the metrics on some of the rows."""
-        s, y = scores[rows], self.labels[rows]
-        found = {} if s.ndim > 1 else {"auroc": metrics.auroc(s, y), "ap": metrics.average_precision(s, y)}
-        return found | ({"accuracy": metrics.accuracy(s, y)} if self.metric == "accuracy" else {})
+        return metrics.judge(scores[rows], self.labels[rows], log_odds=self.metric.scores == "log-odds")
+
+    def value(self, scores: np.ndarray, rows: Any) -> float:
+        """Return the metric that decides on some of the rows."""
+        return self.metric(scores[rows], self.labels[rows])
 
     def inside(self, scores: np.ndarray) -> float:
         """Return the mean over sites of the metric on their own rows, where it is defined."""
-        each = [self.values(scores, self.owner == n)[self.metric] for n in np.unique(self.owner)]
+        each = [self.value(scores, self.owner == n) for n in np.unique(self.owner)]
         return float(np.nanmean(each)) if np.isfinite(each).any() else float("nan")
 
     def trained(
@@ -371,7 +380,7 @@ def _alone(
             found.append(one)
         return made, found
 
-    held = _Judge(judge.metric, validation, judge.classes)
+    held = _Judge(judge.metric, validation)
     trials = {}
     for lr in lrs:
         try:
@@ -379,13 +388,13 @@ def _alone(
         except DivergedError:  # too large a step for one of the sites
             trials[lr] = float("nan")
         else:
-            trials[lr] = float(np.nanmean([held.values(held.scores(made, one))[judge.metric] for one in found]))
-    lr = Found(judge.metric, tuple(trials), tuple(trials.values())).best
+            trials[lr] = float(np.nanmean([held.value(held.scores(made, one), slice(None)) for one in found]))
+    lr = Found(judge.metric.name, tuple(trials), tuple(trials.values())).best
     made, found = models(lr, rest, common["rounds"])
     scores = np.stack([judge.scores(made, one) for one in found])
     each = [judge.values(s) for s in scores]
     values = {k: float(np.nanmean([v[k] for v in each])) for k in each[0]}
-    own = [judge.values(s, judge.owner == n)[judge.metric] for n, s in enumerate(scores) if (judge.owner == n).any()]
+    own = [judge.value(s, judge.owner == n) for n, s in enumerate(scores) if (judge.owner == n).any()]
     inside = float(np.nanmean(own)) if np.isfinite(own).any() else float("nan")
     return Trained("every site alone", scores, values, inside, lr, trials)
 
@@ -397,14 +406,15 @@ def _bootstrap(
     rng = np.random.default_rng(seed)
     draws = [rng.integers(len(judge.labels), size=len(judge.labels)) for _ in range(RESAMPLES)]
     draws = [d for d in draws if len(np.unique(judge.labels[d])) > 1]
-    first = np.array([judge.values(trained[0].scores, d)[judge.metric] for d in draws])
+    first = np.array([judge.value(trained[0].scores, d) for d in draws])
     low, high = np.quantile(first, [0.025, 0.975])
     base = next((t for t in trained[1:] if t.name == "fedavg"), None)
     if base is None:
         return (float(low), float(high)), None
-    other = np.array([judge.values(base.scores, d)[judge.metric] for d in draws])
-    less, more = np.quantile(first - other, [0.025, 0.975])
-    gain = trained[0].values[judge.metric] - base.values[judge.metric]
+    other = np.array([judge.value(base.scores, d) for d in draws])
+    sign = 1 if judge.metric.higher else -1
+    less, more = np.quantile(sign * (first - other), [0.025, 0.975])
+    gain = sign * (judge.value(trained[0].scores, slice(None)) - judge.value(base.scores, slice(None)))
     return (float(low), float(high)), (gain, float(less), float(more))
 
 

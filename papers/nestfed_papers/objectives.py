@@ -62,15 +62,15 @@ def build_omniglot(experiment: Experiment, seed: int) -> Assembly:
 
 
 def build_language(experiment: Experiment, seed: int) -> Assembly:
-    """Language modelling; the metric is the mean log-likelihood of a word, minus the logarithm of the perplexity."""
+    """Language modelling; the metric is the mean log-likelihood of a word."""
     spec = experiment.problem
     text = language.read(experiment.data.name, experiment.data.folder or None, spec.vocabulary, experiment.data.limit)
     model = models.build(experiment.model.name, None, len(text.words), seed=seed, **experiment.model.options)
     clients = language.TextClients(text.train, experiment.partition.clients, spec.batch, spec.bptt)
 
     def judge(m: Any, part: Tensor) -> Metrics:
-        value = language.perplexity(m, part.to(experiment.execution.device), spec.bptt)
-        return {"log_likelihood": -math.log(value), "perplexity": value}
+        loss = language.word_loss(m, part.to(experiment.execution.device), spec.bptt)
+        return {"log_likelihood": -loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     test, validation = partial(judge, part=text.test), partial(judge, part=text.validation)
     problem = language.Language(model, clip=spec.clip or None)

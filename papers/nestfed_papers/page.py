@@ -32,11 +32,12 @@ def published(evidence: Evidence, data: str) -> tuple[Mapping[str, float], float
 def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
     """Return a case's table: for every method the outcome, the published value, and what targets cost.
 
-    Where nothing was published the target is the lowest of the methods' final means, which all of them reach.
+    Where nothing was published the target is the worst of the methods' final means, which all of them reach.
     """
     values, higher = published(evidence, data)
     methods = evidence.methods(data)
     means = {m: fmean(evidence.finals(data, m)) for m in methods}
+    worst = evidence.metric(data).worst(means.values()) if means else math.nan
     also = find(evidence.name).also
     offered = _offered(evidence, data)
     table = []
@@ -61,7 +62,7 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
                     for k in runs[0].chosen
                 },
                 "diverged": sum(r.diverged for r in runs),
-                "to_published": reached(runs, min(means.values()) if known is None else known),
+                "to_published": reached(runs, worst if known is None else known),
                 "to_higher": None if higher is None else reached(runs, higher),
                 "also": {k: {"mean": fmean(v), "sd": spread(v)} for k, v in others.items() if v},
                 "finals": finals,
@@ -166,7 +167,8 @@ def page(evidence: Evidence, place: Path, pages: Mapping[str, Page]) -> Page:
     tables, blocks, shown = [], [], []
     for data in evidence.data():
         table = rows(evidence, data)
-        best = max(range(len(table)), key=lambda i: table[i]["mean"])
+        metric = evidence.metric(data)
+        best = max(range(len(table)), key=lambda i: metric.signed(table[i]["mean"]))
         texts = [cells(row, evidence, data) for row in table]
         tables.append(Table(data, header(evidence, data), texts, _note(table), [best]))
         blocks.append(_curves(evidence, data))
@@ -216,7 +218,7 @@ def _note(table: Sequence[Mapping[str, Any]]) -> str:
 def _curves(evidence: Evidence, data: str) -> Curves:
     # The loss that a meta-learner records is not the same quantity for all methods.
     meta = any(run.training is not None for run in evidence.runs if run.data == data)
-    return curves_of_runs(histories(evidence, data), [evidence.metric(data), *([] if meta else ["loss"])], data)
+    return curves_of_runs(histories(evidence, data), [evidence.metric(data).name, *([] if meta else ["loss"])], data)
 
 
 def histories(evidence: Evidence, data: str) -> dict[str, list[list[Record]]]:
@@ -242,7 +244,7 @@ def histories(evidence: Evidence, data: str) -> dict[str, list[list[Record]]]:
 def draw(evidence: Evidence, path: Path) -> Path:
     """Draw a reproduction's curves against rounds from its records, and the training loss where the paper draws it."""
     cases = {data: histories(evidence, data) for data in evidence.data()}
-    metric = evidence.metric(evidence.data()[0])
+    metric = evidence.metric(evidence.data()[0]).name
     return overview(cases, [metric, "loss"] if find(evidence.name).losses else [metric], path)
 
 

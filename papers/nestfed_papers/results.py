@@ -103,7 +103,7 @@ def markdown(found: dict[str, Evidence]) -> str:
         "grid, that setting is used (0 trials). A diverged run counts with its last evaluated model.",
         "",
         "- **Costs** are those of the first evaluation at which a seed reached the target, summed over all clients. Without a published",
-        "  value, the target is the lowest final mean. *(2 of 3)* is the mean of the seeds that reached it; – means none did.",
+        "  value, the target is the worst final mean. *(2 of 3)* is the mean of the seeds that reached it; – means none did.",
         "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of the paired differences excludes 0. A claim that the seeds",
         "  neither contradict nor support is *not confirmed (within the spread)*; what was not run is *not testable here*. Whether published",
         "  values are reached, and which method is first at a number of evaluations, is judged by means. The training loss is that of the",

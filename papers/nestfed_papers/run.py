@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.experiment.compare import compare
@@ -89,7 +89,7 @@ class Part(NamedTuple):
 
     experiment: Experiment
     folder: Path
-    metric: str
+    metric: Metric
     outcomes: Sequence[MethodResult]
 
 
@@ -128,7 +128,7 @@ def _records(case: Case, part: Part) -> list[Run]:
             about = {"data": case.data, "method": o.method, "seed": s, "chosen": dict(o.chosen), "trials": o.trials}
             diverged = (place / DIVERGED).exists()
             training = None if diverged else training_loss(variant.with_overrides({"run.seed": s}), place)
-            found.append(Run.of(history, part.metric, training=training, diverged=diverged, **about))
+            found.append(Run.of(history, part.metric.name, training=training, diverged=diverged, **about))
     return found
 
 
@@ -137,7 +137,7 @@ def _draw(case: Case, parts: Sequence[Part], place: Path) -> None:
     for part in parts:
         for o in part.outcomes:
             histories.setdefault(o.method, []).extend(o.histories)
-    curves(histories, parts[0].metric, place / f"{slug(case.data)}.png", case.data)
+    curves(histories, parts[0].metric.name, place / f"{slug(case.data)}.png", case.data)
 
 
 def slug(text: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nestfed.core import Clients, Data, NestfedError
 from nestfed.data.random import Purpose, Streams
+from nestfed.metrics import mse, r2
 from nestfed.problems.maml import Adaptable
 
 AMPLITUDES = PHASES = (1, 2, 3, 4, 5)
@@ -118,7 +119,7 @@ class SineTest:
     def __call__(self, model: Adaptable) -> dict[str, float]:
         """Return the mean squared error before adaptation and after each number of inner steps, and R² beside it.
 
-        R² is the share of the targets' mean square that the model explains: more is better, as tuning wants it.
+        R² is the share of the targets' mean square that the model explains.
         """
         (x, y), support = self.tasks()
         dtype = model.x.dtype
@@ -127,8 +128,8 @@ class SineTest:
         u, done = model.adapt(support, 0), 0
         for steps in (0, *sorted(self.steps)):
             u, done = model.problem.adapt(u, support, steps - done), steps
-            error = float(((model.predict(u, x) - y) ** 2).mean())
-            found |= {f"loss_{steps}": error, f"r2_{steps}": 1 - error / float((y**2).mean())}
+            answers = model.predict(u, x).cpu().numpy()
+            found |= {f"loss_{steps}": mse(answers, y), f"r2_{steps}": r2(answers, y, baseline=0.0)}
         return found
 
 

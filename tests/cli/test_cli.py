@@ -213,6 +213,41 @@ def test_compare_prints_a_table_and_goes_on(here: Here, tmp_path: Path, monkeypa
     assert here(*words)[1] == said
 
 
+def test_terminal_and_report_agree_on_the_best_by_a_loss(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal once said "Highest mean log_loss" of a comparison whose report said "Lowest", of another method."""
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "two.toml").write_text("""
+        [data]
+        name = "digits"
+        binary = true
+        validation = 0.25
+        [partition]
+        clients = 3
+        [model]
+        name = "mlp"
+        hidden = []
+        [problem]
+        name = "classify"
+        [run]
+        rounds = 2
+        q = 2
+        metric = "log_loss"
+        [methods.good]
+        algorithm = { name = "fedavg", eta = 0.5 }
+        [methods.bad]
+        algorithm = { name = "fedavg", eta = 500.0 }
+    """)
+    code, said, err = here("compare", "two.toml", "--seeds", "1", "--workers", "1", "--out", "c")
+    assert code == 0, err
+    finals = {m: read_record(tmp_path / "c" / m / "seed-0" / "record.jsonl")[-1]["log_loss"] for m in ("good", "bad")}
+    assert finals["good"] < finals["bad"]
+    assert "Lowest mean log_loss: good." in said
+    assert f"rounds to {finals['bad']:.4f}" in said, "the target is the worst of the final values"
+    assert "Lowest mean log_loss: good," in (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
+
+
 def test_list_theory_and_cite(here: Here) -> None:
     listed = here("list")[1]
     for word in ("acc-fcsg-m", "2 × model: x, u", "fashion-mnist", "invariant", "demo"):

@@ -755,6 +755,18 @@ def test_a_data_set_in_parts(problem: str, algorithm: dict[str, Any], evaluate: 
     }  # fmt: skip
 
 
+def test_a_binary_classifier_has_the_metrics_of_simulation(tmp_path: Path) -> None:
+    """Sites once told only histograms of its scores, so a deployment had no log-loss to choose by."""
+    from nestfed.experiment.run import run
+
+    experiment = labelled("classify", {"name": "fedavg", "eta": 0.1}, rounds=1, data={"binary": True})
+    deploy(experiment, tmp_path, 4)
+    ours = read_record(tmp_path / "run" / "record.jsonl")[-1]
+    theirs = run(experiment, tmp_path / "simulated", progress=False)[-1]
+    for key in ("accuracy", "log_loss", "val_accuracy", "val_log_loss"):
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "method"),
     [("sine", "local-scgdm"), ("sine", "local-moml"), ("fcsg-figure1", "fcsg-m")],
@@ -786,7 +798,9 @@ def test_a_packaged_experiment_of_another_kind(name: str, method: str, tmp_path:
 def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:
     from nestfed.experiment.run import run
 
-    experiment = labelled("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, exchange={"count": 2}, evaluation={"every": 1})
+    experiment = labelled(
+        "auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, exchange={"count": 2}, evaluation={"every": 1}
+    )
     grid = deploy(experiment, tmp_path, 4)
     expected = run(experiment, tmp_path / "simulated", progress=False)
     records = read_record(tmp_path / "run" / "record.jsonl")
@@ -798,7 +812,8 @@ def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["uniform", "best"])
-def test_other_outcomes(output: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("metric", ["accuracy", "log_loss"])
+def test_other_outcomes(output: str, metric: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     from nestfed.experiment.run import run

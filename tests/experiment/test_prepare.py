@@ -20,11 +20,11 @@ from nestfed.core import NestfedError
 from nestfed.data.encoding import standardise
 from nestfed.data.sources import Dataset, Split, load
 from nestfed.experiment import prepare as module
-from nestfed.experiment.build import assemble, judged, pooled, score
+from nestfed.experiment.build import assemble, evaluate
 from nestfed.experiment.prepare import DataSpec, PartitionSpec, Prepared, prepare
 from nestfed.experiment.run import run
 from nestfed.experiment.spec import from_tables, hyper_parameters, packaged, read
-from nestfed.metrics import accuracy, log_loss
+from nestfed.metrics import accuracy, judge, judge_pooled, log_loss
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
 from nestfed.problems.classify import Classify
@@ -294,18 +294,18 @@ def test_pooled_metrics_are_those_of_all_rows_within_the_stated_error() -> None:
     y = (rng.random(3000) < 0.1).astype(np.int64)
     s = rng.normal(size=3000) + y
     parts = np.split(rng.permutation(3000), [5, 20, 700])
-    found = pooled(s, y, parts)
+    found = judge_pooled(s, y, parts)
     assert abs(found["auroc"] - roc_auc_score(y, s)) <= found["auroc_error"] < 1e-3
     assert abs(found["ap"] - average_precision_score(y, s)) <= found["ap_error"] < 2e-2
-    odds = pooled(s, y, parts, odds=True)
+    odds = judge_pooled(s, y, parts, log_odds=True)
     assert {k: odds[k] for k in ("accuracy", "log_loss")} == pytest.approx(
         {"accuracy": accuracy(s, y), "log_loss": log_loss(s, y)}
     )
     with pytest.raises(NestfedError, match="No client"):
-        pooled(s, y, [np.arange(0)])
+        judge_pooled(s, y, [np.arange(0)])
     logits, labels = rng.normal(size=(50, 3)), rng.integers(3, size=50)
     parts = [np.arange(7), np.arange(0), np.arange(7, 50)]
-    assert pooled(logits, labels, parts) == pytest.approx(judged(logits, labels))
+    assert judge_pooled(logits, labels, parts) == pytest.approx(judge(logits, labels))
 
 
 def experiment(**run_settings: object) -> object:
@@ -334,7 +334,7 @@ def test_evaluation_by_clients(tmp_path: Path) -> None:
     p = prepare(chosen.data, chosen.partition, 0, own_test=True)  # type: ignore[attr-defined]
     model = made.problem.bind(made.problem.x0)
     with torch.no_grad():
-        found, exact = score(model, p, p.test), judged(model(p.test.x).numpy(), p.test.y.numpy())
+        found, exact = evaluate(model, p, p.test), judge(model(p.test.x).numpy(), p.test.y.numpy())
     assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_error"]
     assert abs(found["ap"] - exact["ap"]) <= found["ap_error"]
     # Who holds what stands beside the record.

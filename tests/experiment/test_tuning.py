@@ -13,15 +13,29 @@ from typing import Any
 
 import optuna
 import pytest
+import torch
 from optuna.distributions import CategoricalDistribution
+from safetensors.torch import load_file
 from test_files import holder
 
-from nestfed.core import NestfedError
+from nestfed.core import METRICS, OBJECTIVES, Metric, NestfedError
 from nestfed.engine.record import read as read_record
+from nestfed.experiment.build import Assembly, assemble
 from nestfed.experiment.compare import compare
 from nestfed.experiment.run import TUNING_SEED, run
-from nestfed.experiment.spec import Experiment, read
-from nestfed.experiment.tune import Halving, drawn, pauses, search_space, tune, tuned_tables, write_tuned
+from nestfed.experiment.spec import Experiment, from_tables, read
+from nestfed.experiment.tune import (
+    Halving,
+    drawn,
+    pauses,
+    search_space,
+    shown,
+    tune,
+    tuned_tables,
+    validation,
+    write_tuned,
+)
+from nestfed.metrics import find
 
 SMALL = {"run.rounds": 4, "run.q": 1, "evaluation.every": 1, "partition.clients": 2}
 
@@ -49,7 +63,7 @@ def test_pauses_are_evaluations_at_a_quarter_and_at_half() -> None:
 
 def test_the_better_half_goes_on_whoever_reports_first() -> None:
     values = {10: [0.5, 0.9, 0.1, 0.7, 0.6], 20: {1: 0.2, 3: 0.8, 4: 0.8}}
-    study = optuna.create_study(direction="maximize", pruner=Halving(6, [10, 20]))  # the sixth failed
+    study = optuna.create_study(direction="maximize", pruner=Halving(6, [10, 20], find("ap")))  # the sixth failed
     trials = [study.ask() for _ in range(6)]
     study.tell(5, state=optuna.trial.TrialState.FAIL)
     for trial, value in zip(trials, values[10]):
@@ -59,6 +73,97 @@ def test_the_better_half_goes_on_whoever_reports_first() -> None:
     for number, value in values[20].items():  # type: ignore[attr-defined]
         trials[number].report(value, 20)
     assert [n for n in (1, 3, 4) if not trials[n].should_prune()] == [3, 4]  # 6/4, rounded up
+
+
+def test_the_better_half_has_the_lower_values_of_a_loss() -> None:
+    study = optuna.create_study(direction="minimize", pruner=Halving(4, [10], find("log_loss")))
+    trials = [study.ask() for _ in range(4)]
+    for trial, value in zip(trials, [0.5, math.inf, 0.1, 0.7]):
+        trial.report(value, 10)
+    assert [t.number for t in trials if not t.should_prune()] == [0, 2]
+
+
+@pytest.mark.parametrize(("metric", "choose"), [("log_loss", min), ("accuracy", max)])
+def test_the_metric_decides_in_its_own_direction(metric: str, choose: Any, tmp_path: Path) -> None:
+    """Tuning by log-loss chooses the lowest one on validation data; it once chose the highest."""
+    experiment = small(fedavg=ETAS).with_overrides({"run.metric": metric})
+    judge, tuned = tune(experiment, ["fedavg"], tmp_path, stopping=False, workers=1)
+    ends = {}
+    for trial, place in zip(tuned["fedavg"].trials, sorted((tmp_path / "fedavg").glob("trial-*"))):
+        ends[trial.settings["algorithm.eta"]] = read_record(place / "record.jsonl")[-1][f"val_{metric}"]
+        assert trial.value == pytest.approx(ends[trial.settings["algorithm.eta"]])
+    assert len(set(ends.values())) == 4
+    assert tuned["fedavg"].chosen == {"algorithm.eta": choose(ends, key=lambda eta: ends[eta])}
+    assert [float(row[2]) for row in shown(tuned, judge)[1]] == pytest.approx(
+        sorted(ends.values(), reverse=judge.higher), abs=1e-4
+    )
+    halved = tune(experiment, ["fedavg"], tmp_path / "halved", workers=1)[1]["fedavg"]
+    last = {t.state: t.value for t in halved.trials}
+    assert judge.better(last["finished"], last["stopped"])
+    assert halved.chosen == next(t.settings for t in halved.trials if t.state == "finished")
+
+
+def test_a_metric_that_is_not_a_number_is_the_worst_in_both_directions(tmp_path: Path) -> None:
+    (tmp_path / "record.jsonl").write_text('{"round": 1, "val_log_loss": null, "val_ap": null}\n')
+    assert validation(tmp_path, find("val_log_loss"), 1) == math.inf
+    assert validation(tmp_path, find("val_ap"), 1) == -math.inf
+
+
+def test_a_metric_of_a_plain_function_must_declare_its_direction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An objective of one's own returns `regret`: by name it is refused before any run, as a `Metric` it decides."""
+
+    def objective(metric: str | Metric) -> Any:
+        def build(experiment: Experiment, seed: int) -> Assembly:
+            made = OBJECTIVES["invariant"](experiment, seed)
+
+            def regret(model: Any) -> dict[str, float]:
+                return {"regret": 1 - made.test(model)["accuracy"]}
+
+            return Assembly(made.problem, None, made.clients, regret, metric, regret)
+
+        return build
+
+    regret = Metric("regret", higher=False)
+    monkeypatch.setattr(OBJECTIVES, "_things", {**OBJECTIVES._things})
+    for name, metric in (("unknown", "regret"), ("passed", regret)):
+        OBJECTIVES.add(name, objective(metric))
+    tables = {
+        "partition": {"clients": 2},
+        "problem": {"name": "unknown", "dim": 5, "inner": 4, "outer": 4},
+        "run": {"rounds": 3, "q": 2},
+        "methods": {"fcsg": {"algorithm": {"name": "fcsg"}, "grid": {"algorithm.alpha": [0.001, 1.0]}}},
+    }
+    for start in (tune, lambda *args, **more: compare(args[0], args[1], 1, args[2], **more)):
+        with pytest.raises(NestfedError, match=r'METRICS.add\("regret", Metric\("regret", higher=True\)\)'):
+            start(from_tables(tables), ["fcsg"], tmp_path / "unknown", workers=1)
+    tables["problem"]["name"] = "passed"  # type: ignore[index]
+    found, tuned = tune(from_tables(tables), ["fcsg"], tmp_path / "passed", workers=1)
+    assert found == regret
+    first, second = tuned["fcsg"].trials
+    assert first.value is not None
+    assert second.value is not None
+    assert first.value != second.value
+    assert tuned["fcsg"].chosen == min((first, second), key=lambda t: t.value or 0.0).settings
+    monkeypatch.setattr(METRICS, "_things", {**METRICS._things, "regret": regret})
+    tables["problem"]["name"] = "unknown"  # type: ignore[index]
+    assert tune(from_tables(tables), ["fcsg"], tmp_path / "declared", workers=1)[1] == tuned
+
+
+@pytest.mark.parametrize(("metric", "choose"), [("log_loss", min), ("auroc", max)])
+def test_the_best_model_is_kept_by_the_metrics_direction(metric: str, choose: Any, tmp_path: Path) -> None:
+    """With far too large a step the log-loss rises, so that the highest one is not that of the best model."""
+    changes = {**SMALL, "problem.name": "classify", "algorithm.name": "fedavg", "algorithm.eta": 300.0}
+    experiment = read("demo").with_overrides({**changes, "run.output": "best", "run.metric": metric})
+    records = run(experiment, tmp_path, progress=False, picture=False)
+    values = [r[f"val_{metric}"] for r in records]
+    assert choose(values) != values[-1]
+    made = assemble(experiment)
+    kept = sorted(load_file(tmp_path / "model.safetensors").items(), reverse=True)  # the weight, then the bias
+    with torch.no_grad():
+        found = made.evaluate(made.problem.bind(torch.cat([tensor.flatten() for _, tensor in kept])))
+    assert found[f"val_{metric}"] == pytest.approx(choose(values))
 
 
 def test_every_method_has_as_many_trials_on_tuning_seeds(tmp_path: Path) -> None:
@@ -91,7 +196,7 @@ def test_trials_may_be_shorter_than_runs(tmp_path: Path) -> None:
     ends = [read_record(p / "record.jsonl")[-1]["round"] for p in (tmp_path / "fedavg").glob("trial-*")]
     assert ends == [2, 2, 2, 2]
     assert outcomes[0].histories[0][-1]["round"] == 4
-    assert metric in outcomes[0].histories[0][-1]
+    assert metric.name in outcomes[0].histories[0][-1]
 
 
 def test_a_trial_with_several_seeds_is_judged_by_their_mean(tmp_path: Path) -> None:
@@ -246,7 +351,7 @@ def test_another_tuning_in_the_same_place_is_refused(tmp_path: Path) -> None:
 def test_tuned_file_is_the_experiment_with_the_choice(tmp_path: Path) -> None:
     experiment = small(fedavg=ETAS, **{"fcsg-m": {"algorithm.alpha": [1.0]}})
     metric, tuned = tune(experiment, ["fedavg", "fcsg-m"], tmp_path / "t", workers=1)
-    assert metric == "ap"
+    assert metric == find("ap")
     assert tuned["fcsg-m"].chosen == {"algorithm.alpha": 1.0}
     assert not tuned["fcsg-m"].trials
     written = read(write_tuned(experiment, tuned, tmp_path / "tuned.toml"))
@@ -277,7 +382,7 @@ def test_compare_tunes_with_the_same_machinery(tmp_path: Path) -> None:
     experiment = small(fedavg=ETAS)
     metric, (outcome,) = compare(experiment, ["fedavg"], 2, tmp_path / "c", stopping=True, workers=1)
     _, tuned = tune(experiment, ["fedavg"], tmp_path / "t", workers=1)
-    assert (metric, outcome.trials, outcome.chosen) == ("ap", 4, tuned["fedavg"].chosen)
+    assert (metric, outcome.trials, outcome.chosen) == (find("ap"), 4, tuned["fedavg"].chosen)
     assert [h[-1]["round"] for h in outcome.histories] == [4, 4]
     assert math.isfinite(sum(outcome.final("ap")))
     _, (thorough,) = compare(experiment, ["fedavg"], 1, tmp_path / "d", workers=1)

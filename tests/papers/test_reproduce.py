@@ -202,6 +202,34 @@ def test_order_and_published_values() -> None:
     assert outcome(claims.reaches("A", {"x": 0.91, "y": 0.82}), made(CLEAR)) == REFUTED
 
 
+def test_claims_on_a_metric_that_should_be_low() -> None:
+    """The same evidence as log-loss: whoever has the lower values is ahead, and reaches a target from above."""
+    runs = [replace(run, metric="log_loss") for run in made(CLEAR).runs]
+    evidence = Evidence("fcsg-table2", "standard", runs)
+    low = min(CLEAR["A"], key=lambda m: fmean(CLEAR["A"][m]))
+    (others,) = [[m for m in CLEAR["A"] if m != low]]
+    for check in (
+        claims.ahead(["A"], [low], others),
+        claims.best("A", low),
+        claims.good("A", low, 0.0),
+        claims.leads_throughout(["A"], low),
+        claims.order("A", {m: fmean(v) for m, v in CLEAR["A"].items()}),
+        claims.reaches("A", {m: fmean(v) + 0.01 for m, v in CLEAR["A"].items()}),
+    ):
+        assert outcome(check, evidence) == CONFIRMED
+    assert outcome(claims.ahead(["A"], others[:1], [low]), evidence) == REFUTED
+    assert outcome(claims.best("A", others[0]), evidence) == REFUTED
+    assert outcome(claims.reaches("A", {low: fmean(CLEAR["A"][low]) - 0.01}), evidence) == REFUTED
+    assert " < " in claims.order("A", {m: fmean(v) for m, v in CLEAR["A"].items()})(evidence).figures
+    also = Evidence("x", "standard", [replace(run, also={"perplexity": run.final}, metric="ap") for run in runs])
+    assert outcome(claims.ahead(["A"], [low], others, also="perplexity"), also) == CONFIRMED
+    worst = max(fmean(v) for v in CLEAR["A"].values())
+    assert {row["to_published"]["target"] for row in page.rows(replace(evidence, name="scgdm-figure2"), "A")} == {worst}
+    found = Run("A", "x", 0, "log_loss", curve(0.5, 2.0, 0.9)).reach(1.0)
+    assert found is not None
+    assert found.round == 20
+
+
 def test_settings_of_a_sweep() -> None:
     assert outcome(claims.best("A", "x"), made(CLEAR)) == CONFIRMED
     assert outcome(claims.best("A", "y"), made(CLEAR)) == REFUTED

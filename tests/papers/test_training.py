@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nestfed.algorithms import FCSGM, FMGDA
 from nestfed.data.clients import Examples, Pairs
-from nestfed.experiment.build import judged
 from nestfed.experiment.prepare import DataSpec, PartitionSpec, Prepared, prepare
 from nestfed.experiment.run import run
 from nestfed.experiment.spec import packaged, read
+from nestfed.metrics import judge
 from nestfed.models import FashionNet, MnistNet, build
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
@@ -36,7 +36,7 @@ def prepared(name: str, side: str) -> Prepared:
 def trained(problem: Any, algorithm: Any, clients: Any, p: Prepared, rounds: int) -> list[dict[str, Any]]:
     def evaluate(model: Any) -> dict[str, float]:
         scores: Tensor = model(p.test.x[:SHOWN])
-        return judged(scores.double().numpy(), p.test.y[:SHOWN].numpy())
+        return judge(scores.double().numpy(), p.test.y[:SHOWN].numpy())
 
     result = simulate(
         problem, algorithm, clients, rounds=rounds, q=10, seed=0, evaluate=evaluate, every=rounds, progress=False

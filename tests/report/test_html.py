@@ -25,9 +25,10 @@ from nestfed_papers import page as reproduced
 from nestfed_papers.results import held
 from sklearn.metrics import average_precision_score, precision_recall_curve, roc_auc_score, roc_curve
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError
 from nestfed.experiment.compare import compare
 from nestfed.experiment.spec import from_tables
+from nestfed.metrics import find
 from nestfed.report.html import render, write
 from nestfed.report.machine import describe
 from nestfed.report.page import Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table
@@ -65,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[MethodRes
     place = tmp_path_factory.mktemp("runs") / "comparison"
     experiment = from_tables(TABLES)
     metric, outcomes = compare(experiment, ["fedavg", "fcsg-m"], 2, place, workers=1)
-    assert metric == "ap"
+    assert metric == find("ap")
     return place, outcomes
 
 
@@ -102,6 +103,25 @@ def test_the_cost_of_a_target_is_told_per_seed() -> None:
     falling = [{"round": 0, "loss": 2.0}, {"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.4}]
     assert reached(falling, "loss", 0.5) == falling[1]
     assert spread([3.0, 3.0]) == "3.0000"
+
+
+@pytest.mark.parametrize(("metric", "best"), [("rmse", 0), ("log_likelihood", 1), (Metric("own", higher=False), 0)])
+def test_a_table_marks_the_best_by_the_metrics_direction(metric: str | Metric, best: int) -> None:
+    """rmse was once taken for a metric to be maximised, because its name ends in none of the known ways."""
+    name = metric if isinstance(metric, str) else metric.name
+    runs = {
+        method: [[{**r, name: r["ap"]} for r in history((0, 0.5), (1, 0.5 + step), (2, 0.5 + 2 * step))]]
+        for method, step in (("a", -0.1), ("b", 0.1))
+    }
+    assert list(final_table(runs, metric).best) == [best]
+    hits = [row[-1] for row in target_table(runs, metric, 0.5).rows]
+    assert hits == [f"{int(i == best)} of 1" for i in (0, 1)]
+
+
+def test_a_metric_without_direction_is_refused(runs: tuple[Path, list[MethodResult]]) -> None:
+    place, outcomes = runs
+    with pytest.raises(NestfedError, match="declare whether higher is better"):
+        page_of_comparison(place, "my_score", outcomes)
 
 
 def test_a_curve_is_the_mean_over_seeds_at_the_rounds_that_all_have() -> None:

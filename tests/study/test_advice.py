@@ -163,10 +163,14 @@ def test_a_stalled_auroc_is_told() -> None:
 
 def test_hints() -> None:
     flat = [record(n, ap=min(0.1 * n, 0.4)) for n in range(12)]
-    assert plateau(flat, "ap") == ["ap did not rise after round 5: fewer rounds would do."]
+    assert plateau(flat, "ap") == ["ap did not improve after round 5: fewer rounds would do."]
     rising = [record(n, ap=0.05 * n) for n in range(12)]
-    assert plateau(rising, "ap") == ["ap was still rising at the end: more rounds should help."]
+    assert plateau(rising, "ap") == ["ap was still improving at the end: more rounds should help."]
     assert plateau(rising[:3], "ap") == []
+    falling = [record(n, log_loss=2 - 0.05 * n) for n in range(12)]
+    assert plateau(falling, "log_loss") == ["log_loss was still improving at the end: more rounds should help."]
+    worse = [record(n, log_loss=2 + 0.05 * n) for n in range(12)]
+    assert plateau(worse, "log_loss") == ["log_loss did not improve after round 5: fewer rounds would do."]
 
 
 def test_every_warning_names_a_section_that_exists() -> None:

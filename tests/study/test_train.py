@@ -140,6 +140,31 @@ def test_lr_find_draws_a_picture(files: list[Path], tmp_path: Path) -> None:
         _ = Found("auroc", (0.1,), (float("nan"),)).best
 
 
+def test_a_metric_is_judged_in_its_direction(files: list[Path]) -> None:
+    """By log-loss the lowest is the best: of step sizes, of ways of training, and of a gain over FedAvg."""
+    assert Found("log_loss", (0.1, 1.0, 10.0), (0.7, 0.2, float("nan"))).best == 1.0
+    data = train.read_sites(files, "malignant", drop=["patient"])
+    judge = train._Judge("log_loss", data.sites)
+    right = np.where(judge.labels == 1, 2.0, -2.0)
+    ways = [
+        judge.trained(name, sign * right, 0.1, {}, ())
+        for name, sign in (("good", 1.0), ("fedavg", -1.0), ("other", 0.0))
+    ]
+    (low, high), gain = train._bootstrap(ways, judge, 0)
+    assert low <= ways[0].values["log_loss"] <= high
+    assert gain is not None
+    assert 0 < gain[1] <= gain[0] <= gain[2]
+    assert gain[0] == pytest.approx(ways[1].values["log_loss"] - ways[0].values["log_loss"])
+    for order in (ways, ways[::-1]):
+        outcome = train.Outcome(
+            None, "log_loss", data.classes, "malignant", "accuracy", order, judge.labels, judge.owner, (low, high), gain,
+            {}, "", 0.0,
+        )  # fmt: skip
+        assert order[handover._best_row(outcome)].name == "good"
+        assert handover._on(ways[0], judge.owner == 0, outcome) == pytest.approx(np.log1p(np.exp(-2.0)))
+    assert "FedAvg is better" not in handover.headline(outcome)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The split
 

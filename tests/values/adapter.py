@@ -308,7 +308,7 @@ def tuned(tables: Settings, methods: Sequence[str], trials: int) -> Values:
     with tempfile.TemporaryDirectory() as folder:
         metric, found = tune(from_tables(tables), methods, Path(folder) / "tuning", trials=trials, workers=1)
     return {
-        "metric": metric,
+        "metric": metric.name,
         "methods": {
             name: {
                 "chosen": dict(one.chosen),
@@ -331,12 +331,12 @@ def compared(tables: Settings, methods: Sequence[str], seeds: int, trials: int) 
         out = Path(folder) / "comparison"
         metric, outcomes = compare(from_tables(tables), methods, seeds, out, trials=trials, workers=1)
     return {
-        "metric": metric,
+        "metric": metric.name,
         "methods": {
             one.method: {
                 "chosen": dict(one.chosen),
                 "trials": one.trials,
-                "final": one.final(metric),
+                "final": one.final(metric.name),
                 "diverged": len(one.diverged),
                 "records": [records(history) for history in one.histories],
             }

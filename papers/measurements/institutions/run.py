@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from nestfed.experiment.build import judged
 from nestfed.experiment.compare import Outcome, compare
 from nestfed.experiment.prepare import prepare
 from nestfed.experiment.spec import Experiment, read
+from nestfed.metrics import judge
 
 SITE = {"heart-disease": "hospital", "eicu": "region"}  # a hospital of the eICU demo has too few deaths to judge
 
@@ -61,7 +61,7 @@ def within(experiment: Experiment, model: Path, column: str) -> dict[str, float]
     test = prepare(experiment.data, experiment.partition, experiment.run.seed).test
     scores, labels = (test.x @ load_file(model)["head.weight"][0]).numpy(), test.y.numpy()
     sites = [test.columns[column] == site for site in np.unique(test.columns[column])]
-    each = [judged(scores[rows], labels[rows]) for rows in sites if len(set(labels[rows])) == 2]
+    each = [judge(scores[rows], labels[rows]) for rows in sites if len(set(labels[rows])) == 2]
     return {k: fmean(v[k] for v in each) for k in each[0]}
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, Self
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError
 from nestfed.engine.record import metrics_of
 from nestfed.engine.round import Record
 from nestfed.experiment.spec import Experiment, from_tables, read
 from nestfed.files import write_atomically
+from nestfed.metrics import find
 
 CONFIRMED, REFUTED, UNTESTED = "confirmed", "not confirmed", "not testable here"
 UNDECIDED = "not confirmed (within the spread)"
@@ -80,8 +81,9 @@ class Run:
         return self.curve[-1].value
 
     def reach(self, target: float) -> Point | None:
-        """Return the first evaluation after the start at which the metric was at least the target."""
-        return next((p for p in self.curve if p.round and p.value >= target), None)
+        """Return the first evaluation after the start at which the metric was at least as good as the target."""
+        metric = find(self.metric)
+        return next((p for p in self.curve if p.round and metric.reached(p.value, target)), None)
 
     def loss(self, last: int = 3) -> float:
         """Return the training loss at the end: the last model's, or a mean over the last evaluated rounds."""
@@ -120,9 +122,12 @@ class Evidence:
             raise Missing(f"{method} was not run on {data}")
         return found
 
-    def metric(self, data: str) -> str:
-        """Return the name of a case's metric."""
-        return next(r.metric for r in self.runs if r.data == data)
+    def metric(self, data: str) -> Metric:
+        """Return a case's metric."""
+        found = next((r.metric for r in self.runs if r.data == data), None)
+        if found is None:
+            raise Missing(f"nothing was run on {data}")
+        return find(found)
 
     def finals(self, data: str, method: str) -> list[float]:
         """Return the last value for every seed."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from nestfed.metrics import Estimate, confidence_interval
+from nestfed.core import Metric
+from nestfed.metrics import Estimate, confidence_interval, find
 from nestfed_papers.reproductions.base import (
     CONFIRMED,
     REFUTED,
@@ -26,6 +27,15 @@ from nestfed_papers.reproductions.base import (
 )
 
 Check = Callable[[Evidence], Verdict]
+
+
+LOSS = find("loss")
+MSE = find("mse")
+
+
+def lead(metric: Metric, first: Sequence[float], second: Sequence[float], overlap: float = 0.0) -> Estimate:
+    """Return by how much the first values are better, seed by seed, with its 95 % interval."""
+    return gap([metric.signed(v) for v in first], [metric.signed(v) for v in second], overlap)
 
 
 def gap(first: Sequence[float], second: Sequence[float], overlap: float = 0.0) -> Estimate:
@@ -101,7 +111,8 @@ def ahead(
             for winner in winners:
                 mine = values(evidence, on, winner)
                 rivals = {loser: values(evidence, on, loser) for loser in losers}
-                gaps = {m: gap(*((v, mine) if loss else (mine, v)), overlap) for m, v in rivals.items()}
+                metric = LOSS if loss else evidence.metric(on) if also is None else find(also)
+                gaps = {m: lead(metric, mine, v, overlap) for m, v in rivals.items()}
                 found += gaps.values()
                 what = "training loss " if loss else f"{also} " if also else ""
                 told = _names([f"{m} {plus_minus(v)}" for m, v in rivals.items()])
@@ -115,16 +126,16 @@ def order(data: str, published: Mapping[str, float]) -> Check:
     """Judge that the methods come in the published order; equal published values are in none."""
 
     def check(evidence: Evidence) -> Verdict:
-        finals = {m: evidence.finals(data, m) for m in published}
-        ours, theirs = (
-            sorted(t, key=lambda m: t[m], reverse=True) for t in ({m: fmean(v) for m, v in finals.items()}, published)
-        )
-        told = " > ".join(f"{m} {fmean(finals[m]):.4f}" for m in ours)
+        finals, metric = {m: evidence.finals(data, m) for m in published}, evidence.metric(data)
+        means = {m: fmean(v) for m, v in finals.items()}
+        ours, theirs = (sorted(t, key=lambda m: metric.signed(t[m]), reverse=True) for t in (means, published))
+        sign = ">" if metric.higher else "<"
+        told = f" {sign} ".join(f"{m} {means[m]:.4f}" for m in ours)
         printed = theirs[0] + "".join(
-            f" {'=' if published[a] == published[b] else '>'} {b}" for a, b in itertools.pairwise(theirs)
+            f" {'=' if published[a] == published[b] else sign} {b}" for a, b in itertools.pairwise(theirs)
         )
-        pairs = [(a, b) for a in theirs for b in theirs if published[a] > published[b]]
-        gaps = {(a, b): gap(finals[a], finals[b]) for a, b in pairs}
+        pairs = [(a, b) for a in theirs for b in theirs if metric.better(published[a], published[b])]
+        gaps = {(a, b): lead(metric, finals[a], finals[b]) for a, b in pairs}
         turned = [f"{b} before {a}" for (a, b), g in gaps.items() if g.high < 0]
         close = [f"{a} and {b}" for (a, b), g in gaps.items() if not clear(g)]
         text = f"{data}: {told}; published order {printed}."
@@ -138,16 +149,18 @@ def order(data: str, published: Mapping[str, float]) -> Check:
 
 
 def reaches(data: str, published: Mapping[str, float]) -> Check:
-    """Judge that every method gets, in the mean, at least to its published value."""
+    """Judge that every method reaches its published value in the mean."""
 
     def check(evidence: Evidence) -> Verdict:
-        finals = {m: evidence.finals(data, m) for m in published}
+        finals, metric = {m: evidence.finals(data, m) for m in published}, evidence.metric(data)
         means = {m: fmean(v) for m, v in finals.items()}
+        reached = {m: metric.reached(means[m], published[m]) for m in published}
         told = _names([f"{m} {means[m]:.4f} ({means[m] - published[m]:+.4f})" for m in published])
-        below = {m: sum(v < published[m] for v in finals[m]) for m in published}
-        some = _names([f"{n} of {len(finals[m])} of {m}" for m, n in below.items() if n and means[m] >= published[m]])
-        text = f"{data}, difference in brackets: {told}." + (f" Single seeds below: {some}." if some else "")
-        return _verdict(all(means[m] >= published[m] for m in published), text)
+        short = {m: sum(not metric.reached(v, published[m]) for v in finals[m]) for m in published}
+        some = _names([f"{n} of {len(finals[m])} of {m}" for m, n in short.items() if n and reached[m]])
+        where = "below" if metric.higher else "above"
+        text = f"{data}, difference in brackets: {told}." + (f" Single seeds {where}: {some}." if some else "")
+        return _verdict(all(reached.values()), text)
 
     return check
 
@@ -161,9 +174,11 @@ def leads_throughout(data: Sequence[str], method: str, *, loss: bool = False) ->
     def check(evidence: Evidence) -> Verdict:
         parts, holds, beaten = [], True, False
         for on in data:
-            tables = {name: _by_round(evidence.of(on, name), loss) for name in evidence.methods(on)}
-            if method not in tables or len(tables) < 2:
+            methods = evidence.methods(on)
+            if method not in methods or len(methods) < 2:
                 raise Missing(f"{method} was not compared on {on}")
+            metric = LOSS if loss else evidence.metric(on)
+            tables = {name: _by_round(evidence.of(on, name), metric) for name in methods}
             common = sorted(set.intersection(*(set(t) for t in tables.values())))
             if not common:
                 raise Missing(f"no evaluation in common on {on}")
@@ -185,14 +200,14 @@ def leads_throughout(data: Sequence[str], method: str, *, loss: bool = False) ->
     return check
 
 
-def _by_round(runs: Sequence[Run], loss: bool) -> dict[int, list[float]]:
+def _by_round(runs: Sequence[Run], metric: Metric) -> dict[int, list[float]]:
     """Return the values of all seeds, more being better, at the rounds after the start that all of them have."""
     found: dict[int, list[float]] = {}
     for run in runs:
         for p in run.curve:
-            value = p.loss if loss else p.value
+            value = p.loss if metric is LOSS else p.value
             if p.round and value is not None:
-                found.setdefault(p.round, []).append(-value if loss else value)
+                found.setdefault(p.round, []).append(metric.signed(value))
     return {r: v for r, v in found.items() if len(v) == len(runs)}
 
 
@@ -201,7 +216,8 @@ def best(data: str, method: str) -> Check:
 
     def check(evidence: Evidence) -> Verdict:
         finals = _all(evidence, data, method)
-        gaps = {m: gap(finals[method], v) for m, v in finals.items() if m != method}
+        metric = evidence.metric(data)
+        gaps = {m: lead(metric, finals[method], v) for m, v in finals.items() if m != method}
         told = _names([f"{m} {plus_minus(v)}" for m, v in finals.items()])
         return Verdict(_outcome(gaps.values()), f"{told}; {method} is {_against(gaps)}.")
 
@@ -214,10 +230,11 @@ def good(data: str, method: str, slack: float) -> Check:
     def check(evidence: Evidence) -> Verdict:
         finals = _all(evidence, data, method)
         told = _names([f"{m} {plus_minus(v)}" for m, v in finals.items()])
-        top = max(finals, key=lambda m: fmean(finals[m]))
+        metric = evidence.metric(data)
+        top = max(finals, key=lambda m: metric.signed(fmean(finals[m])))
         if top == method:
             return Verdict(CONFIRMED, f"{told}.")
-        behind = gap(finals[top], finals[method])
+        behind = lead(metric, finals[top], finals[method])
         text = f"{told}; {method} is {_told(behind, ('behind', 'ahead'))} (to {top}; good means within {slack:g})."
         if behind.value <= slack:
             return Verdict(CONFIRMED, text)
@@ -240,7 +257,7 @@ def overfits(data: str, method: str, other: str) -> Check:
     def check(evidence: Evidence) -> Verdict:
         train = {m: [r.loss() for r in evidence.of(data, m)] for m in (method, other)}
         test = {m: evidence.finals(data, m) for m in (method, other)}
-        fits, fails = gap(train[other], train[method]), gap(test[other], test[method])
+        fits, fails = lead(LOSS, train[method], train[other]), lead(evidence.metric(data), test[other], test[method])
         told = "; ".join(f"{m}: training loss {plus_minus(train[m])}, unseen {plus_minus(test[m])}" for m in train)
         figures = f"{told}; {method} is {_told(fits)} in training, {other} {_told(fails)} on unseen tasks."
         return Verdict(_outcome((fits, fails)), figures)
@@ -264,8 +281,9 @@ def needs_larger_m(ratios: Sequence[float], ms: Sequence[int], methods: Sequence
         for method in methods:
             lost = []
             for ratio in ratios:
+                signed = evidence.metric(noise_label(ratio, ms[0])).signed
                 many, few = (evidence.finals(noise_label(ratio, m), method) for m in (ms[-1], ms[0]))
-                lost.append([a - b for a, b in zip(many, few)])
+                lost.append([signed(a) - signed(b) for a, b in zip(many, few)])
             more = gap(lost[-1], lost[0])
             found.append(more)
             told = _names([f"{fmean(v):+.4f} at ratio {ratio:g}" for ratio, v in zip(ratios, lost)])
@@ -282,7 +300,7 @@ def alike(data: Sequence[str], first: str, second: str, slack: float) -> Check:
     """Judge that two methods end alike: the whole interval of their difference is within the slack."""
 
     def check(evidence: Evidence) -> Verdict:
-        gaps = {on: gap(evidence.finals(on, first), evidence.finals(on, second)) for on in data}
+        gaps = {on: lead(evidence.metric(on), evidence.finals(on, first), evidence.finals(on, second)) for on in data}
         told = "; ".join(f"{on}: {first} is {_told(g)}" for on, g in gaps.items())
         near = all(-slack <= g.low and g.high <= slack for g in gaps.values())
         far = any(g.low > slack or g.high < -slack for g in gaps.values())
@@ -388,7 +406,7 @@ def fits_best(method: str) -> Check:
         if method not in errors:
             raise Missing(f"{method} was not fitted")
         told = _names([f"{name} {plus_minus(v, 3)}" for name, v in errors.items()])
-        gaps = {m: gap(v, errors[method]) for m, v in errors.items() if m != method}
+        gaps = {m: lead(MSE, errors[method], v) for m, v in errors.items() if m != method}
         figures = f"Mean squared error on the task after one step: {told}; {method} is {_against(gaps)}."
         return Verdict(_outcome(gaps.values()), figures)
 

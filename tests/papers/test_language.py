@@ -11,6 +11,7 @@ import pytest
 import torch
 from nestfed_papers import language
 from nestfed_papers.language import Language, TextClients, perplexity
+from nestfed_papers.networks import WordLSTM
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,7 +21,6 @@ from nestfed.data.clients import draw
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
-from nestfed.models import WordLSTM
 from nestfed.problems.base import Sample, Tape
 
 WORDS = 12

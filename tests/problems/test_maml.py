@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers import omniglot
+from nestfed_papers.networks import OmniglotNet
 from nestfed_papers.omniglot import Characters, Episodes, FewShotTest, OmniglotClients
-from nestfed_papers.sine import SineClients, SineTest, draw_fit, squared_error
+from nestfed_papers.sine import SineClients, SineTest, draw_fit
 from torch import Tensor, nn
 
 from nestfed.algorithms import build
@@ -19,10 +20,9 @@ from nestfed.data.clients import draw
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
-from nestfed.models import OmniglotNet
 from nestfed.models import build as network
 from nestfed.problems.base import Minimize, Sample, Tape
-from nestfed.problems.maml import MAML
+from nestfed.problems.maml import MAML, squared_error
 
 EAGER = pytest.mark.parametrize("eager", [True, False], ids=["autograd", "func"])
 VECTORISE = pytest.mark.parametrize("vectorise", [True, False], ids=["vectorised", "in-turn"])

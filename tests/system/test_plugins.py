@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).parents[2]
 FILE = re.compile(r"^`([\w/.-]+)`:\n\n```\w+\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -40,6 +42,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).write_text(content, encoding="utf-8")
     install(place, "moons")
     return place
+
+
+def test_nestfed_does_not_pack_the_papers() -> None:
+    """What setuptools would put into the wheel of nestfed; tests/system/test_wheel.py looks into a built one."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = setuptools.find_packages(str(ROOT), include=settings["packages"]["find"]["include"])
+    assert packages
+    assert {p.split(".")[0] for p in packages} == {"nestfed"}
+    data = [f for p, globs in settings["package-data"].items() for g in globs for f in (ROOT / p).glob(g)]
+    assert [f.name for f in data if f.suffix == ".toml"] == ["demo.toml"]
+    assert not list((ROOT / "nestfed").rglob("*claims*"))
 
 
 def test_the_pyproject_names_the_entry_point(folder: Path) -> None:

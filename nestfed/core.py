@@ -71,8 +71,8 @@ def unknown(what: str, name: str, known: Iterable[str]) -> NestfedError:
 class Registry(Mapping[str, T], Generic[T]):
     """Things found by name: the library's own and those of plugins.
 
-    A plugin is a module named in the entry-point group `nestfed.plugins`; it adds to these tables when it is imported.
-    A thing given as "module:attribute" is imported when it is first asked for, so that names cost nothing.
+    A plugin is a module named in the entry-point group `nestfed.plugins`; importing it adds to these tables.
+    A thing given as "module:attribute" is imported when it is first used, so that names cost nothing.
     """
 
     def __init__(self, what: str) -> None:
@@ -80,7 +80,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._things: dict[str, T | str] = {}
 
     def add(self, name: str, thing: T | str) -> None:
-        """Add a thing; a name that another thing has is an error."""
+        """Add a thing; reject a name that is taken."""
         if self._things.setdefault(name, thing) is not thing and self._things[name] != thing:
             raise NestfedError(f"There are two of the {self.what} {name!r}: rename one of them.")
 
@@ -91,7 +91,7 @@ class Registry(Mapping[str, T], Generic[T]):
             raise unknown(self.what, name, self._things)
         thing = self._things[name]
         if isinstance(thing, str):
-            thing = self._things[name] = EntryPoint(name, thing, self.what).load()
+            thing = self._things[name] = _load(EntryPoint(name, thing, ""), f"The {self.what} {name!r} ({thing})")
         return thing
 
     def __contains__(self, name: object) -> bool:
@@ -161,6 +161,8 @@ class Metric:
 
 
 OBJECTIVES: Registry[Any] = Registry("problem")
+DATASETS: Registry[Any] = Registry("dataset")  # data.sources.Source
+NETWORKS: Registry[Any] = Registry("network")  # models.Network
 EXPERIMENTS: Registry[Path] = Registry("experiment")
 COMMANDS: Registry[Callable[..., None]] = Registry("command")
 
@@ -176,10 +178,17 @@ def load_plugins() -> None:
     for point in entry_points(group="nestfed.plugins"):
         if point.value not in _loaded:
             _loaded.add(point.value)
-            try:
-                point.load()
-            except ImportError as error:
-                raise NestfedError(f"The plugin {point.name} ({point.value}) cannot be imported: {error}.") from error
+            _load(point, f"The plugin {point.name!r} ({point.value})")
+
+
+def _load(point: EntryPoint, what: str) -> Any:
+    """Import a module or an attribute; whatever it raises becomes one sentence."""
+    try:
+        return point.load()
+    except Exception as error:
+        raise NestfedError(
+            f"{what} cannot be imported, fix or uninstall it: {type(error).__name__}: {error}"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------

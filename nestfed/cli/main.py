@@ -13,7 +13,7 @@ import typer
 
 from nestfed.cli.deploy import deploy_app
 from nestfed.cli.study import lr_find_command, predict_command, train_command
-from nestfed.core import COMMANDS, OBJECTIVES, NestfedError
+from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, NestfedError
 from nestfed.report.page import size
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ TensorBoard = Annotated[
 def main() -> None:
     """Run the command line; a mistake of the user's is one sentence and exit code 2."""
     try:
-        for name in COMMANDS:
-            app.command(name)(COMMANDS[name])
+        _add_plugin_commands()
         app()
     except NestfedError as error:
         from nestfed.engine.run_directory import Interrupted
@@ -81,6 +80,16 @@ def main() -> None:
         sys.exit(2)
 
 
+def _add_plugin_commands() -> None:
+    there: dict[str, Any] = {c.name or c.callback.__name__: c.callback for c in app.registered_commands if c.callback}
+    there |= {str(group.name): group for group in app.registered_groups}
+    for name, command in COMMANDS.items():
+        if name not in there:
+            app.command(name)(command)
+        elif there[name] is not command:
+            raise NestfedError(f"The command {name!r} of a plugin is also one of nestfed's own: rename the plugin's.")
+
+
 def say(text: Any = "") -> None:
     """Print for people; where there is no terminal a table may be wider than 80 columns."""
     from rich.console import Console
@@ -91,9 +100,10 @@ def say(text: Any = "") -> None:
 
 @app.command("list")
 def list_() -> None:
-    """Show the algorithms by kind, the problems, the data sets and the experiments that come with nestfed."""
+    """List the algorithms by kind, the problems, networks, data sets and experiments."""
     from rich.table import Table
 
+    from nestfed import models  # noqa: F401 (registers the library's own)
     from nestfed.algorithms import FAMILIES
     from nestfed.data import sources
     from nestfed.experiment import build  # noqa: F401 (registers the library's own)
@@ -111,6 +121,7 @@ def list_() -> None:
         say(table)
         say()
     say(f"Problems: {', '.join(OBJECTIVES)}\n")
+    say(f"Networks: {', '.join(NETWORKS)}\n")
     say(f"Data sets: {', '.join(s.name for s in sources.names())} (see `nestfed data list`)\n")
     say(f"Experiments: {', '.join(packaged())}")
 
@@ -420,7 +431,7 @@ def data_check(
         found = sources.check(each, folder)
         problems = [file.problem for file in found if file.problem]
         if not found:
-            say(f"{each}: comes with scikit-learn, nothing to check.")
+            say(f"{each}: has no files to check.")
         elif not problems:
             say(f"{each}: whole, {len(found)} file{'s' * (len(found) > 1)} in {found[0].path.parent}")
         elif not any(file.path.exists() for file in found):
@@ -443,4 +454,4 @@ def data_fetch(name: str) -> None:
         say(f"{name} is already in {place}; `nestfed data check {name}` compares it with the published files.")
         return
     found = sources.fetch(name)
-    say(f"{name} is in {found.folder}." if found.files else f"{name} comes with scikit-learn: nothing to fetch.")
+    say(f"{name} is in {found.folder}." if found.files else f"{name} has no files to download.")

@@ -10,7 +10,6 @@ cache and memory-mapped the next time.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nestfed.core import NestfedError
+from nestfed.core import DATASETS, NestfedError
 from nestfed.data import files, formats
 from nestfed.data.files import File, Found, Progress
 from nestfed.data.tables import Array, Dataset, load_table, read_eicu, read_heart
@@ -62,7 +61,7 @@ class Source:
 
     @property
     def files(self) -> tuple[File, ...]:
-        """The files of the first form; none if the data set comes with scikit-learn."""
+        """The files of the first form; none if the dataset needs no files."""
         return self.forms[0] if self.forms else ()
 
 
@@ -76,13 +75,13 @@ class Checked:
 
 
 def names() -> tuple[Source, ...]:
-    """Return every named data set with its description, licence and files."""
-    return SOURCES
+    """Return every named dataset with its description, licence and files, those of plugins included."""
+    return tuple(DATASETS.values())
 
 
 def load(name: str, folder: str | Path | None = None) -> Split:
     """Load a named data set from `folder`, else from NESTFED_DATA, else from the cache, else from its publisher."""
-    source = _source(name)
+    source: Source = DATASETS[name]
     if not source.forms:
         return source.decode(Found(Path(), ()))
     found = _find(source, folder)
@@ -95,14 +94,14 @@ def load(name: str, folder: str | Path | None = None) -> Split:
 
 def where(name: str, folder: str | Path | None = None) -> Path | None:
     """Return the folder that holds all files of a data set, unopened; None if there is none, or no need for files."""
-    source = _source(name)
+    source: Source = DATASETS[name]
     found = next((f for place in _places(folder) if (f := files.find(place, source.folder, source.forms))), None)
     return found.folder if found else None
 
 
 def check(name: str, folder: str | Path | None = None) -> tuple[Checked, ...]:
     """Compare the files of a data set with the published ones; missing files are problems too."""
-    source = _source(name)
+    source: Source = DATASETS[name]
     if not source.forms:
         return ()
     found = _find(source, folder)
@@ -118,19 +117,10 @@ def fetch(name: str, *, mirror: str | None = None, progress: Progress | None = N
     `mirror`, else NESTFED_MIRROR, is the address of a folder laid out like NESTFED_DATA. `progress` is called
     with file name, bytes so far and bytes in all; without it a bar is shown on a terminal.
     """
-    source = _source(name)
+    source: Source = DATASETS[name]
     if not source.forms:
         return Found(Path(), ())
     return files.fetch(source.folder, source.forms, files.cache_folder() / "data", mirror, progress)
-
-
-def _source(name: str) -> Source:
-    known = {source.name: source for source in SOURCES}
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
-        raise NestfedError(f"There is no data set {name!r}: {hint}")
-    return known[name]
 
 
 def _places(folder: str | Path | None) -> list[Path]:
@@ -318,7 +308,7 @@ def _quarter(data: Dataset) -> Split:
     return Split(data.take(np.sort(train)), data.take(np.sort(test)))
 
 
-SOURCES = (
+for _source in (
     Source(
         "mnist",
         "handwritten digits, grey 28×28, 10 classes",
@@ -422,4 +412,5 @@ SOURCES = (
         _breast_cancer,
         cached=False,
     ),
-)
+):
+    DATASETS.add(_source.name, _source)

@@ -1,14 +1,16 @@
-"""The papers' figures and tables, beside the library: problems, experiments, claims and results.
+"""The papers' figures and tables: problems, networks, experiments, claims and results.
 
-Importing this module registers what it brings; nothing heavy is imported until it is used.
+Importing this module registers what it adds to nestfed. Nothing heavy is imported until it is used.
 """
 
 from pathlib import Path
 
-from nestfed.core import COMMANDS, EXPERIMENTS, METRICS, OBJECTIVES, Metric
+from nestfed.core import COMMANDS, EXPERIMENTS, METRICS, NETWORKS, OBJECTIVES, Metric
 
 for _name in ("sine", "omniglot", "language"):
     OBJECTIVES.add(_name, f"nestfed_papers.objectives:build_{_name}")
+for _name in ("mnist", "fashion", "cifar", "omniglot", "sine", "lstm"):
+    NETWORKS.add(_name, f"nestfed_papers.networks:{_name.upper()}")
 for _path in sorted((Path(__file__).parent / "experiments").glob("*.toml")):
     EXPERIMENTS.add(_path.stem, _path)
 COMMANDS.add("reproduce", "nestfed_papers.commands:reproduce")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -584,9 +584,3 @@ class PLSaddle(_Toy):
     def clients(self) -> ToyClients:
         """Clients that all hold the two points, so that there is nothing to draw."""
         return ToyClients((torch.zeros(self.N, 1, dtype=self.dtype),), (), lambda own, noise: own)
-
-
-TOYS: dict[str, type[Any]] = {
-    toy.__name__: toy for toy in (Quadratic, Theorem1, ConditionalToy, CompositionalToy, MinimaxToy, PLSaddle)
-}
-"""The toys by name."""

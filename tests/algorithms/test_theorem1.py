@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import trace
-from nestfed_papers.toys import TOYS, CompositionalToy, ConditionalToy, MinimaxToy, PLSaddle, Quadratic, Theorem1
+from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, PLSaddle, Quadratic, Theorem1
 from support import simulate
 from torch import Tensor
 
@@ -302,4 +302,3 @@ def test_toys_refuse_nonsense() -> None:
             make(**wrong)
     with pytest.raises(NestfedError, match="kappa"):
         _ = ConditionalToy(kappa=0.1).minimiser
-    assert set(TOYS) >= {"Quadratic", "Theorem1", "PLSaddle"}

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from nestfed.cli.main import main
-from nestfed.core import NestfedError
+from nestfed.core import DATASETS, NestfedError
 from nestfed.data import files, formats, sources, tables
 from nestfed.data.files import File, Found
 from nestfed.data.sources import Dataset, Source, Split, load, load_table
@@ -1096,7 +1096,7 @@ class Toy:
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Toy:
     made = Toy()
-    monkeypatch.setattr(sources, "SOURCES", (*sources.SOURCES, made.source()))
+    monkeypatch.setitem(DATASETS._things, "toy", made.source())
     (tmp_path / "data/toy").mkdir(parents=True)
     (tmp_path / "data/toy/toy.idx").write_bytes(TOY)
     return made

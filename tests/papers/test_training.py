@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nestfed_papers.networks import FashionNet, MnistNet
 from support import simulate
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from nestfed.experiment.prepare import DataSpec, PartitionSpec, Prepared, prepar
 from nestfed.experiment.run import run
 from nestfed.experiment.spec import packaged, read
 from nestfed.metrics import judge
-from nestfed.models import FashionNet, MnistNet, build
+from nestfed.models import build
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers import omniglot
+from nestfed_papers.networks import OmniglotNet
 from nestfed_papers.omniglot import Characters, Episodes, FewShotTest, OmniglotClients
 from nestfed_papers.sine import SineClients, SineTest, draw_fit
 from support import simulate
@@ -18,7 +19,6 @@ from nestfed.algorithms import build
 from nestfed.core import Batch, NestfedError, Tape
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
-from nestfed.models import OmniglotNet
 from nestfed.models import build as network
 from nestfed.problems.base import Minimize
 from nestfed.problems.maml import MAML, squared_error

@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 from test_kill import EXPERIMENT
+
+from nestfed.core import __version__
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("matplotlib", "flwr", "tensorboard", "pyarrow", "dp_accounting", "mkdocs", "pytest")
@@ -56,7 +59,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     (place / "versions.txt").write_text("\n".join([*versions, (ROOT / "constraints.txt").read_text()]))
     binaries = place / "env" / "bin"
     install = ["install", "--quiet", "--disable-pip-version-check", "-c", str(place / "versions.txt"), str(wheel)]
-    subprocess.run([str(binaries / "python"), "-m", "pip", *install], check=True)
+    # -I: what PYTHONPATH holds is not installed.
+    subprocess.run([str(binaries / "python"), "-I", "-m", "pip", *install], check=True)
     (place / "work").mkdir()
     (place / "work" / "study.toml").write_text(EXPERIMENT)
     return Fresh(binaries, place / "work")
@@ -75,10 +79,23 @@ def test_no_extra_is_there_and_none_is_needed(fresh: Fresh) -> None:
     assert (fresh.place / "two" / "report.html").stat().st_size > 10_000
 
 
+def test_the_papers_are_not_in_it(fresh: Fresh) -> None:
+    (wheel,) = fresh.place.parent.glob("nestfed-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [n for n in names if n.endswith(".toml")] == ["nestfed/experiment/packaged/demo.toml"]
+    assert {n.split("/")[0] for n in names} == {"nestfed", f"nestfed-{__version__}.dist-info"}
+    assert not any(word in n for n in names for word in ("papers", "reproduc", "claims"))
+    assert "No such command 'reproduce'" in fresh.refused("reproduce", "fmgda-figure1")
+    assert "no experiment file 'fcsg-figure1'" in fresh.refused("run", "fcsg-figure1")
+    told = fresh.nestfed("list")
+    assert re.search(r"Experiments: demo\s*$", told)
+    assert re.search(r"Problems: classify, auroc, auprc, invariant\s*$", told, re.MULTILINE)
+    assert re.search(r"Networks: mlp, resnet18\s*$", told, re.MULTILINE)
+
+
 def test_what_an_extra_is_for_says_its_name(fresh: Fresh) -> None:
     assert "nestfed[tensorboard]" in fresh.refused("run", "study.toml", "--out", "three", "--tensorboard")
     assert "nestfed[flower]" in fresh.refused("deploy", "local", "study.toml", "--sites", "2")
-    assert "nestfed[plot]" in fresh.refused("reproduce", "fmgda-figure1", "--budget", "quick")
     assert "nestfed[privacy]" in fresh.refused(
         "run", "study.toml", "run.noise=1.0", "exchange.reduce=clip:1.0", "--out", "four"
     )

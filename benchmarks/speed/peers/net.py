@@ -13,7 +13,7 @@ from torch.nn.functional import max_pool2d
 
 
 class FashionNet(nn.Module):
-    """As nestfed.models.FashionNet."""
+    """As nestfed_papers.networks.FashionNet."""
 
     def __init__(self) -> None:
         super().__init__()

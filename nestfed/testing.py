@@ -128,6 +128,8 @@ def check_clients(clients: Any, *, seed: int = 0) -> None:
     _require(len(there) >= 1, f"{kind} has no clients: len() is {len(there)}.")
     ns = [*range(min(len(there), _FEW))]
     first = _copied(there.sample(0, 0))
+    for leaf in tree_leaves(first):
+        _require(isinstance(leaf, Tensor), f"{kind}.sample returns a {type(leaf).__name__} where a tensor must be.")
     with _no_global_randomness(f"{kind}.sample"):
         run = there.seeded(seed)
         _require(len(run) == len(there), f"{kind}.seeded changes the number of clients.")
@@ -140,8 +142,6 @@ def check_clients(clients: Any, *, seed: int = 0) -> None:
         _require(same, f"{kind}.seeded({seed}) gives other batches when it is called again.")
         there.seeded(seed + 1).sample(0, 0)
         _require(_equal(first, there.sample(0, 0)), f"{kind}.seeded changes the clients that it is called on.")
-    for leaf in tree_leaves(first):
-        _require(isinstance(leaf, Tensor), f"{kind}.sample returns a {type(leaf).__name__} where a tensor must be.")
     moved = run.to(torch.device("cpu"))
     _require(_equal(asked[0, 0], moved.sample(0, 0)), f"{kind}.to changes the batches.")
     for n in ns:
@@ -249,12 +249,21 @@ def _questions(problem: Problem) -> dict[str, Question]:
 
         asked["inner"] = nested
         asked["outer_grad"] = lambda at, batch: problem.outer_grad(problem.inner(at[0], batch)[0], batch)
-        asked["which"] = lambda at, batch: problem.which(batch)
+        if _has_tasks(problem):
+            asked["which"] = lambda at, batch: problem.which(batch)
     if isinstance(problem, Saddle):
         asked["grads"] = lambda at, batch: problem.grads(at[0], at[1], batch)
     if isinstance(problem, SolvableSaddle):
         asked["best_dual"] = lambda at, batch: problem.best_dual(at[0], batch)
     return asked
+
+
+def _has_tasks(problem: Composed) -> bool:
+    """Tell whether clients have a fixed set of tasks; those that make up new ones have no numbers for them."""
+    try:
+        return problem.tasks >= 1
+    except NestfedError:
+        return False
 
 
 def _check_shapes(problem: Any, what: str, name: str, found: Any, points: tuple[Tensor, ...], data: Data) -> None:
@@ -267,7 +276,8 @@ def _check_shapes(problem: Any, what: str, name: str, found: Any, points: tuple[
         return
     expected: list[tuple[int, ...]] = [tuple(p.shape) for p in points]
     if name in ("inner", "outer_grad"):
-        rows = (len(problem.which(Batch(data))), problem.inner_dim)
+        count = len(problem.which(Batch(data))) if _has_tasks(problem) else len(_tensors(found)[0])
+        rows = (count, problem.inner_dim)
         expected = [rows, tuple(x.shape)] if name == "inner" else [rows]
     if name == "best_dual":
         expected = [tuple(points[1].shape)]
@@ -465,6 +475,7 @@ def check_purity(trial: Trial) -> None:
 
                     state = _pure(f"{name}.step", step, state, batch.data, i)
                 state, t = _pure(f"{name}.send", method.send, state, span.stop), span.stop
+                _keep_dtype(trial, {k: getattr(state, k) for k in (*method.shared, *method.private)})
             old = {k: getattr(state, k) for k in method.shared}
             mean = {k: v + 0.1 for k, v in old.items()}
             own = dict(method.server.init(old))
@@ -506,11 +517,15 @@ def check_scratch(trial: Trial) -> None:
 
 def check_dtype(trial: Trial) -> None:
     """All shared and private fields keep the dtype of x0, vectorised and one after another."""
-    dtype = trial.problem.x0.dtype
     for mode in {trial.mode, "loop"}:
         result = trial.run(2, mode=mode)
-        for k, v in (("x", result.x), *result.shared.items(), *result.private.items()):
-            _require(v.dtype == dtype, f"{trial.name}: {k} becomes {v.dtype}, but x0 is {dtype} (mode {mode}).")
+        _keep_dtype(trial, {"x": result.x, **result.shared, **result.private})
+
+
+def _keep_dtype(trial: Trial, fields: Fields) -> None:
+    dtype = trial.problem.x0.dtype
+    for k, v in fields.items():
+        _require(v.dtype == dtype, f"{trial.name}: {k} becomes {v.dtype}, but x0 is {dtype}.")
 
 
 _COUNTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_down")
@@ -676,8 +691,8 @@ class _Twins:
 ALGORITHM_CHECKS: dict[str, Callable[[Trial], None]] = {
     "declaration": check_declaration,
     "purity": check_purity,
-    "scratch": check_scratch,
     "dtype": check_dtype,
+    "scratch": check_scratch,
     "modes": check_modes,
     "resume": check_resume,
     "participation": check_participation,

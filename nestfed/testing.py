@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from nestfed.core import (
@@ -228,7 +228,7 @@ def _check_start(problem: Problem, kind: str) -> None:
             _close(project(once), once, f"{kind}.{name} is not idempotent")
     problem.bind(x0)
     model = problem.module(x0)
-    own = [model] if isinstance(model, Tensor) else tree_leaves(list(getattr(model, "parameters", list)()))
+    own = [model] if isinstance(model, Tensor) else [*model.parameters()] if isinstance(model, nn.Module) else []
     shared = any(v.untyped_storage().data_ptr() == x0.untyped_storage().data_ptr() for v in own)
     _require(not shared, f"{kind}.module(x) shares memory with x: return a copy.")
 

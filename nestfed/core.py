@@ -464,10 +464,6 @@ class Differentiable(Problem):
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the stochastic gradient at x on `batch.data`."""
 
-    def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor | None:
-        """Return the number that `grad` is the gradient of, or None if there is none; `check_problem` compares."""
-        return None
-
 
 class Composed(Differentiable):
     """F(x) = f(E g(x)), whose inner value can be tracked: `Compositional`.
@@ -509,10 +505,6 @@ class Saddle(Problem):
     def project_dual(self, w: Tensor) -> Tensor:
         """Return the nearest feasible w."""
         return w
-
-    def loss_at(self, theta: Tensor, w: Tensor, data: Data, *, train: bool = False) -> Tensor | None:
-        """Return the number that `grads` are the gradients of, or None if unknown; `check_problem` compares."""
-        return None
 
 
 class SolvableSaddle(Saddle):

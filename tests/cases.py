@@ -132,6 +132,10 @@ class Tasked(Compositional):
 
     tasks = TASKS
 
+    def grad(self, x: Tensor, batch: Batch) -> Tensor:
+        value, pullback = self.inner(x, batch)
+        return pullback(self.outer_grad(value, batch))
+
     def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         sample = as_batch(batch)
         sample.note(SAMPLED)

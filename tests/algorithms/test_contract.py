@@ -1,9 +1,11 @@
-"""What every method promises. A new one is held to it by a row in CASES."""
+"""What every method promises: the public checks of `nestfed.testing`, and the library's own habits.
+
+A new method is held to it by a row in CASES.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from pathlib import Path
@@ -12,15 +14,13 @@ from typing import Any, NamedTuple
 import cases
 import pytest
 import torch
-from cases import SEED, trace
+from cases import SEED
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
-from support import simulate
 
 from nestfed.algorithms import TABLE, build
-from nestfed.core import Algorithm, Batch, NestfedError, Tape
-from nestfed.data.random import Streams
-from nestfed.engine.program import Program, span_from
-from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
+from nestfed.core import Algorithm, NestfedError, Problem
+from nestfed.engine.simulate import simulate
+from nestfed.testing import ALGORITHM_CHECKS, Trial, check_clients, check_problem
 
 
 class Case(NamedTuple):
@@ -106,31 +106,30 @@ def test_every_method_is_listed() -> None:
 
 
 @every
-def test_frozen_dataclass_with_its_papers_names(name: str) -> None:
-    algorithm = method(name)
-    assert dataclasses.is_dataclass(algorithm)
-    assert algorithm.name == name
-    assert algorithm.__doc__
-    assert len(algorithm.__doc__.splitlines()[0]) > 20
-    for field in dataclasses.fields(algorithm):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(algorithm, field.name, 1.0)
-    assert algorithm == method(name)
-    assert hash(algorithm) == hash(method(name))
+@pytest.mark.parametrize("check", ALGORITHM_CHECKS)
+def test_contract(name: str, check: str) -> None:
+    s = setting(name)
+    ALGORITHM_CHECKS[check](Trial(method(name), s.problem, s.clients.seeded(SEED), Q, seed=SEED))
 
 
 @every
-def test_shared_and_private_are_fields(name: str) -> None:
-    algorithm, s = method(name), setting(name)
-    fields = algorithm.init(s.problem, s.problem.x0)._fields
-    assert set(algorithm.shared) <= set(fields)
-    assert set(algorithm.private) <= set(fields)
-    assert not set(algorithm.shared) & set(algorithm.private)
-    assert algorithm.point in algorithm.shared
+def test_dtype_is_kept_in_float32_too(name: str) -> None:
+    s = setting(name, dtype=torch.float32)
+    ALGORITHM_CHECKS["dtype"](Trial(method(name), s.problem, s.clients.seeded(SEED), Q, seed=SEED))
 
 
-def copied(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+@every
+def test_named_as_in_files_and_made_for_some_kind(name: str) -> None:
+    assert method(name).name == name
+    assert TABLE[name].accepts is not Problem
+
+
+@pytest.mark.parametrize("kind", cases.SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_the_settings_keep_the_contract(kind: str, dtype: torch.dtype) -> None:
+    s = cases.SETTINGS[kind](4, dtype)
+    check_clients(s.clients)
+    check_problem(s.problem, s.clients)
 
 
 def identical(left: Any, right: Any) -> None:
@@ -140,99 +139,6 @@ def identical(left: Any, right: Any) -> None:
         right = {k: right[k] for k in left}
     for a, b in zip(torch.utils._pytree.tree_leaves(left), torch.utils._pytree.tree_leaves(right), strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-@every
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "functional"])
-def test_pure(name: str, eager: bool) -> None:
-    """No input is changed, the same inputs give the same outputs, and nobody touches the global generator."""
-    algorithm, s = method(name), setting(name)
-    generator = torch.get_rng_state()
-    x0 = s.problem.x0.clone()
-    state = algorithm.init(s.problem, x0)
-    identical(state, algorithm.init(s.problem, x0))
-    assert torch.equal(x0, s.problem.x0)
-
-    def checked(call: Any, state: Any, *rest: Any) -> Any:
-        before = copied((state, rest))
-        result = copied(call(state, *rest))
-        identical(before, (state, rest))
-        identical(result, call(state, *rest))
-        identical(before, (state, rest))
-        return result
-
-    with torch.no_grad():
-        for round_ in range(2):
-            t = round_ * Q
-            state = checked(algorithm.rejoin, state, t)
-            state = checked(algorithm.receive, state, t)
-            for i in range(t, t + Q):
-                data = s.clients.sample(0, i)
-                step = lambda state, data, i: algorithm.step(s.problem, state, Batch(data, None, Tape(), eager), i)  # noqa: E731
-                state = checked(step, state, data, i)
-            state = checked(algorithm.send, state, t + Q)
-    old = {k: getattr(state, k) for k in algorithm.shared}
-    mean = {k: v + 0.1 for k, v in old.items()}
-    checked(lambda own, old: algorithm.server.update(own, old, mean, 0.5), algorithm.server.init(old), old)
-    assert torch.equal(generator, torch.get_rng_state())
-
-
-@every
-def test_scratch_is_scratch(name: str) -> None:
-    """All fields but the shared and private ones may hold anything when a round starts."""
-    algorithm, s = method(name), setting(name)
-    after = run(name, 2)
-    span = span_from(algorithm, after.history[-1]["iteration"], Q)
-    template = algorithm.init(s.problem, s.problem.x0)
-    scratch = set(template._fields) - set(algorithm.shared) - set(algorithm.private)
-    spoilt = template._replace(**{k: torch.full_like(getattr(template, k), math.nan) for k in scratch})
-    batches = [s.clients.seeded(SEED).sample(0, t) for t in range(*span)]
-    private = {k: v[0] for k, v in after.private.items()}
-    outcomes = []
-    for start in (template, spoilt):
-        program = Program(s.problem, algorithm, start, span, eager=False)
-        outcomes.append(program(after.shared, private, None, batches, [None] * len(batches)))
-    identical(outcomes[1], outcomes[0])
-    assert all(torch.isfinite(v).all() for v in outcomes[1][0].values())
-
-
-@every
-@pytest.mark.parametrize(("dtype", "mode"), [(torch.float32, "vmap"), (torch.float32, "loop"), (torch.float64, "vmap")])
-def test_dtype_is_kept(name: str, dtype: torch.dtype, mode: str) -> None:
-    result = run(name, 2, dtype=dtype, mode=mode)
-    for v in (result.x, *result.shared.values(), *result.private.values()):
-        assert v.dtype == dtype
-
-
-@every
-def test_vectorised_is_one_after_another(name: str) -> None:
-    s, paths = setting(name), []
-    for mode in ("vmap", "loop"):
-        result, rounds = trace(s.problem, method(name), s.clients, rounds=3, q=Q, mode=mode)
-        paths.append(([shared for _, shared in rounds], dict(result.private), result.history))
-    (shared, private, history), (shared2, private2, history2) = paths
-    torch.testing.assert_close(shared, shared2, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(private, private2, rtol=1e-10, atol=1e-10)
-    assert not torch.equal(shared[0][TABLE[name].point], shared[-1][TABLE[name].point])
-    for one, two in zip(history, history2):
-        for column in ("examples", "bytes_up", "bytes_down", "participants", "iteration"):
-            assert one[column] == two[column]
-        assert (one["loss"] is None) == (two["loss"] is None)
-        assert one["loss"] is None or one["loss"] == pytest.approx(two["loss"], rel=1e-10)
-
-
-@every
-def test_resumes_exactly(name: str, tmp_path: Path) -> None:
-    """Also when clients sat out the round before the break, where there is more than one."""
-    participation = None if TABLE[name].single else 3
-    whole = run(name, 6, participation=participation)
-    run(name, 3, participation=participation, directory=tmp_path)
-    again = run(name, 6, participation=participation, directory=tmp_path)
-    identical(again.shared, whole.shared)
-    identical(again.private, whole.private)
-    assert [r["round"] for r in again.history] == [r["round"] for r in whole.history]
-    for column in ("examples", "bytes_up", "bytes_down", "iteration", "loss"):
-        assert [r[column] for r in again.history] == [r[column] for r in whole.history]
 
 
 @every
@@ -254,75 +160,14 @@ def test_goes_down_on_a_convex_problem(name: str) -> None:
     assert toy.value(result.x) - best < gap / 5
 
 
-@federated
-@pytest.mark.parametrize("failures", [0.0, 0.3])
-def test_partial_participation(name: str, failures: float) -> None:
-    """3 of 5 clients a round: it runs, twice alike, and costs what is really sent."""
-    result = run(name, 5, participation=3, failures=failures)
-    again = run(name, 5, participation=3, failures=failures)
-    identical(result.shared, again.shared)
-    identical(result.private, again.private)
-    other = run(name, 5, participation=3, failures=failures, mode="loop")
-    torch.testing.assert_close(other.shared, result.shared, rtol=1e-9, atol=1e-9)
-    assert all(torch.isfinite(v).all() for v in (*result.shared.values(), *result.private.values()))
-    took_part = [record["participants"] for record in result.history]
-    assert max(took_part) == 3
-    assert (min(took_part) < 3) == bool(failures)
-    once = size(result.shared)
-    assert once == sum(v.numel() * 8 for v in result.shared.values())
-    assert set(result.shared) == set(TABLE[name].shared)
-    for record, total in zip(result.history, itertools.accumulate(took_part)):
-        assert record["bytes_up"] == total * once
-        assert record["bytes_down"] == 3 * record["round"] * once
-
-
-@federated
-def test_participation_in_plain_words(name: str) -> None:
-    """The rounds written out: who was away rejoins, receives, steps and sends; the server gets the mean and |S|/N."""
-    algorithm, s, rounds = method(name), setting(name), 5
-    clients, streams, who = s.clients.seeded(SEED), Streams(SEED), Participation(3, 0.3)
-    template = algorithm.init(s.problem, s.problem.x0)
-    shared = {k: getattr(template, k) for k in algorithm.shared}
-    states, server = [template] * 5, algorithm.server.init(shared)
-    last, t = dict.fromkeys(range(5), -1), 0
-    for r in range(rounds):
-        span = span_from(algorithm, t, Q)
-        _, answering = who.draw(streams, 5, r)
-        for n in answering:
-            state = states[n]._replace(**shared)
-            if r > 0 and last[n] != r - 1:
-                state = algorithm.rejoin(state, t)
-            state = algorithm.receive(state, t)
-            for i in range(*span):
-                state = algorithm.step(s.problem, state, clients.sample(n, i), i)
-            states[n], last[n] = algorithm.send(state, span.stop), r
-        if answering:
-            mean = {k: torch.stack([getattr(states[n], k) for n in answering]).mean(0) for k in shared}
-            server, shared = algorithm.server.update(server, shared, mean, len(answering) / 5)
-        t = span.stop
-    result = run(name, rounds, participation=3, failures=0.3)
-    torch.testing.assert_close(dict(result.shared), dict(shared), rtol=1e-10, atol=1e-10)
-    for k, v in result.private.items():
-        torch.testing.assert_close(v, torch.stack([getattr(state, k) for state in states]), rtol=1e-10, atol=1e-10)
-
-
-@federated
-def test_absent_clients_keep_their_fields(name: str) -> None:
-    """What a client keeps to itself changes only in rounds that it takes part in."""
-    before, after = run(name, 3, participation=2), run(name, 4, participation=2)
-    for field, value in after.private.items():
-        changed = (value != before.private[field]).reshape(len(value), -1).any(1)
-        assert int(changed.sum()) <= 2
-
-
 def test_a_drawn_outcome_when_nobody_answers_or_the_draw_is_past(tmp_path: Path) -> None:
     """A round without answers leaves the point where it was; a run that was not asked for a draw cannot give one."""
     for seed in range(6):
-        result = run("fedavg", 3, failures=0.9, keep="uniform", seed=seed)
+        result = run("fedavg", 3, failures=0.9, output="uniform", seed=seed)
         assert torch.isfinite(result.x).all()
     run("fedavg", 5, directory=tmp_path)
     with pytest.raises(NestfedError, match="uniform"):
-        run("fedavg", 5, directory=tmp_path, keep="uniform")
+        run("fedavg", 5, directory=tmp_path, output="uniform")
 
 
 @pytest.mark.parametrize(
@@ -338,34 +183,6 @@ def test_a_weight_that_grows_above_one_is_refused_when_it_does(name: str, hyper:
     simulate(s.problem, algorithm, s.clients, rounds=1, q=4, progress=False)
     with pytest.raises(NestfedError, match=r"weight must lie in \[0, 1\].* at iteration 4"):
         simulate(s.problem, algorithm, s.clients, rounds=2, q=4, progress=False)
-
-
-@every
-def test_refuses_other_kinds(name: str) -> None:
-    x, s = torch.zeros(3, dtype=torch.float64), setting(name)
-    others = (
-        Minimize(lambda x, b: x.sum(), x),
-        Conditional(lambda u, o: u, lambda x, o, i: x, x),
-        Compositional(lambda u, o: u.sum(), lambda x, i: x, x, 3),
-        Minimax(lambda x, w, b: x.sum(), x, x),
-    )
-    refused = [p for p in others if not isinstance(p, TABLE[name].accepts)]
-    assert refused
-    for problem in refused:
-        with pytest.raises(NestfedError) as error:
-            simulate(problem, method(name), s.clients, rounds=1)
-        text = one_sentence(error)
-        assert name in text
-        assert TABLE[name].accepts.kinds in text
-        assert type(problem).__name__ in text
-
-
-@pytest.mark.parametrize("name", [name for name in TABLE if TABLE[name].single])
-def test_single_machine_methods_refuse_company(name: str) -> None:
-    s = cases.SETTINGS[CASES[name].setting](2)
-    with pytest.raises(NestfedError, match="single-machine") as error:
-        simulate(s.problem, method(name), s.clients, rounds=1)
-    one_sentence(error)
 
 
 @every
@@ -407,12 +224,3 @@ def test_names_wrong_hyper_parameters(name: str) -> None:
     assert build(name, **CASES[name].hyper) == method(name)
     with pytest.raises(NestfedError, match="learning_rate"):
         build(name, learning_rate=0.1)
-
-
-def test_draw_is_stacked_samples() -> None:
-    """The settings' clients draw at once what they draw one by one."""
-    for make in cases.SETTINGS.values():
-        clients = make(4).clients.seeded(3)
-        for t, batch in zip(range(2, 5), clients.draw([2, 0], range(2, 5))):
-            for i, n in enumerate((2, 0)):
-                identical(torch.utils._pytree.tree_map(lambda leaf, i=i: leaf[i], batch), clients.sample(n, t))

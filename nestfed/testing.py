@@ -1,0 +1,702 @@
+"""Checks that a method, a problem or clients of your own keep the contract of `nestfed.core`.
+
+Call them from your tests:
+
+    from nestfed.testing import check_algorithm, check_clients, check_problem
+
+    def test_contract():
+        check_clients(clients)
+        check_problem(problem, clients)
+        check_algorithm(HeavyBall(eta=0.1), problem, clients)
+
+A violation raises an AssertionError (or a NestfedError) with a sentence that names it. The library's own methods,
+problems and clients are tested with these functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from nestfed.core import (
+    Algorithm,
+    Batch,
+    Clients,
+    Composed,
+    Data,
+    Differentiable,
+    Fields,
+    NestfedError,
+    Problem,
+    Saddle,
+    SolvableSaddle,
+    as_clients,
+)
+from nestfed.data.random import Streams
+from nestfed.engine.round import Participation, dropout_keys, span_from
+from nestfed.engine.simulate import Result, simulate
+from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
+
+_FEW = 8
+"""Clients to look at; the others are not different in kind."""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Comparing
+
+
+def _require(condition: object, sentence: str) -> None:
+    if not condition:
+        raise AssertionError(sentence)
+
+
+def _tensors(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):  # the order of names does not matter
+        tree = {k: tree[k] for k in sorted(tree)}
+    return tree_leaves(tree)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare to the last bit; NaN equals NaN."""
+    left, right = _tensors(one), _tensors(other)
+    return len(left) == len(right) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else bool(a == b)
+        for a, b in zip(left, right)
+    )
+
+
+def _close(one: Any, other: Any, what: str, tolerance: float | None = None) -> None:
+    """Demand equality up to rounding: 1e-9 in float64, 1e-4 in float32, relative to the largest number."""
+    for a, b in zip(_tensors(one), _tensors(other), strict=True):
+        _require(a.shape == b.shape, f"{what}: the shapes are {tuple(a.shape)} and {tuple(b.shape)}.")
+        if not a.numel():
+            continue
+        allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-4)
+        error = float((a.double() - b.double()).abs().max())
+        largest = max(1.0, float(b.double().abs().max()))
+        _require(error <= allowed * largest, f"{what}: they differ by {error:.3g}.")
+
+
+def _finite(tree: Any, what: str) -> None:
+    for leaf in _tensors(tree):
+        _require(bool(torch.isfinite(leaf).all()), f"{what} is infinite or NaN.")
+
+
+def _copied(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+@contextmanager
+def _no_global_randomness(what: str) -> Iterator[None]:
+    """Demand that the global generators of torch and numpy stay where they are."""
+    before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
+    yield
+    untouched = torch.equal(before, torch.get_rng_state()) and bool((numbers == np.random.get_state()[1]).all())  # type: ignore[index]
+    _require(untouched, f"{what} draws from a global generator, so its numbers depend on who else draws.")
+
+
+def _pure(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call twice; demand the same answer and unchanged arguments."""
+    before = _copied(arguments)
+    first = _copied(call(*arguments))
+    _require(_equal(before, arguments), f"{what} changes its arguments in place.")
+    _require(_equal(first, call(*arguments)), f"{what} gives another answer when it is called again.")
+    return first
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Clients
+
+
+def check_clients(clients: Any, *, seed: int = 0) -> None:
+    """Check clients: length, determinism, `draw` against `sample`, `seeded`, `to`, `label` and `examples`."""
+    there = as_clients(clients)
+    kind = type(clients).__name__
+    _require(len(there) >= 1, f"{kind} has no clients: len() is {len(there)}.")
+    ns = [*range(min(len(there), _FEW))]
+    first = _copied(there.sample(0, 0))
+    for leaf in tree_leaves(first):
+        _require(isinstance(leaf, Tensor), f"{kind}.sample returns a {type(leaf).__name__} where a tensor must be.")
+    with _no_global_randomness(f"{kind}.sample"):
+        run = there.seeded(seed)
+        _require(len(run) == len(there), f"{kind}.seeded changes the number of clients.")
+        asked = {(n, t): _copied(run.sample(n, t)) for t in range(3) for n in ns}
+        for n, t in reversed(asked):
+            sentence = f"{kind}.sample({n}, {t}) gives another batch when it is asked in another order or again."
+            _require(_equal(asked[n, t], run.sample(n, t)), sentence)
+        again = there.seeded(seed)
+        same = all(_equal(batch, again.sample(n, t)) for (n, t), batch in asked.items())
+        _require(same, f"{kind}.seeded({seed}) gives other batches when it is called again.")
+        there.seeded(seed + 1).sample(0, 0)
+        _require(_equal(first, there.sample(0, 0)), f"{kind}.seeded changes the clients that it is called on.")
+    moved = run.to(torch.device("cpu"))
+    _require(_equal(asked[0, 0], moved.sample(0, 0)), f"{kind}.to changes the batches.")
+    for n in ns:
+        _require(isinstance(run.label(n), str), f"{kind}.label({n}) is not a str.")
+        count = run.examples(n)
+        _require(isinstance(count, int) and count >= 0, f"{kind}.examples({n}) is {count!r}, not a count.")
+    groups = [ns, ns[::-1]] if run.alike else []
+    for who in ([n] for n in ns):
+        groups.append(who)
+    for who in groups:
+        for t, drawn in zip(range(3), run.draw(who, range(3)), strict=True):
+            for i, n in enumerate(who):
+                one = tree_map(lambda leaf, i=i: leaf[i], drawn)
+                sentence = f"{kind}.draw({who}, …) differs from sample({n}, {t}), stacked along a new first axis."
+                _require(_equal(one, asked[n, t]), sentence)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Problems
+
+
+def check_problem(problem: Any, clients: Any, *, exact: bool = True, seed: int = 0) -> None:
+    """Check a problem on its clients' batches.
+
+    problem: of kind `Differentiable`, `Composed` or `Saddle`.
+    clients: whose batches it is evaluated on.
+    exact: gradients are those of the noted loss (`batch.note`), so finite differences in float64 must agree; False for
+        a clipped or a first-order gradient. A problem that notes no loss is not compared.
+    """
+    kind = type(problem).__name__
+    _require(
+        isinstance(problem, Differentiable | Saddle),
+        f"{kind} is of no kind: subclass nestfed.core.Differentiable, Composed or Saddle.",
+    )
+    run = as_clients(clients).seeded(seed)
+    _check_start(problem, kind)
+    generator = torch.Generator().manual_seed(seed)
+
+    def near(x: Tensor) -> Tensor:
+        """Return a point near x, as x itself may be special (all zeros)."""
+        return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+
+    x = problem.project(near(problem.x0))
+    points = (x, problem.project_dual(near(problem.w0))) if isinstance(problem, Saddle) else (x,)
+    key = torch.tensor(12345 + seed) if problem.random else None
+    data = run.sample(0, 0)
+    for name, question in _questions(problem).items():
+        what = f"{kind}.{name}"
+        answers = []
+        with _no_global_randomness(what), torch.no_grad():
+            for eager in (True, False):
+
+                def ask(*at: Tensor, question: Question = question, eager: bool = eager) -> Any:
+                    return question(at, Batch(data, key, eager=eager))
+
+                answers.append(_pure(what, ask, *points))
+        _check_shapes(problem, what, name, answers[0], points, data)
+        _close(answers[1], answers[0], f"{what} with batch.eager False and True")
+        _check_tape(what, question, points, Batch(data, key, eager=True))
+        if run.alike and len(run) > 1:
+            _check_vectorised(what, question, points, run, key)
+    if exact:
+        _check_differences(problem, kind, points, data, key, generator)
+
+
+def _check_start(problem: Problem, kind: str) -> None:
+    """Check what every problem has: a start, projections and a model."""
+    x0 = problem.x0
+    vector = isinstance(x0, Tensor) and x0.dim() == 1 and x0.is_floating_point() and x0.numel() > 0
+    _require(vector, f"{kind}.x0 must be a vector of floats.")
+    _finite(x0, f"{kind}.x0")
+    _require(not x0.requires_grad, f"{kind}.x0 requires a gradient: detach it.")
+    _require(_equal(x0, problem.x0), f"{kind}.x0 is another point when it is asked again.")
+    projections: list[tuple[str, Callable[[Tensor], Tensor], Tensor]] = [("project", problem.project, x0)]
+    if isinstance(problem, Saddle):
+        w0 = problem.w0
+        _require(w0.dim() == 1 and w0.dtype == x0.dtype, f"{kind}.w0 must be a vector of the dtype of x0.")
+        projections.append(("project_dual", problem.project_dual, w0))
+    for name, project, start in projections:
+        for point in (start, start + 3, start - 3):
+            once = _pure(f"{kind}.{name}", project, point)
+            _require(once.shape == start.shape, f"{kind}.{name} changes the shape of its argument.")
+            _require(once.dtype == start.dtype, f"{kind}.{name} changes the dtype of its argument.")
+            _close(project(once), once, f"{kind}.{name} is not idempotent")
+    problem.bind(x0)
+    model = problem.module(x0)
+    own = [model] if isinstance(model, Tensor) else [*model.parameters()] if isinstance(model, nn.Module) else []
+    shared = any(v.untyped_storage().data_ptr() == x0.untyped_storage().data_ptr() for v in own)
+    _require(not shared, f"{kind}.module(x) shares memory with x: return a copy.")
+
+
+Question = Callable[[tuple[Tensor, ...], Batch], Any]
+
+
+def _questions(problem: Problem) -> dict[str, Question]:
+    """Return what a method may ask of this problem, each a function of a point and a batch that returns tensors."""
+    asked: dict[str, Question] = {}
+    if isinstance(problem, Differentiable):
+        asked["grad"] = lambda at, batch: problem.grad(at[0], batch)
+    if isinstance(problem, Composed):
+
+        def nested(at: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, ...]:
+            u, pull = problem.inner(at[0], batch)
+            return u, pull(torch.ones_like(u))
+
+        asked["inner"] = nested
+        asked["outer_grad"] = lambda at, batch: problem.outer_grad(problem.inner(at[0], batch)[0], batch)
+        if _has_tasks(problem):
+            asked["which"] = lambda at, batch: problem.which(batch)
+    if isinstance(problem, Saddle):
+        asked["grads"] = lambda at, batch: problem.grads(at[0], at[1], batch)
+    if isinstance(problem, SolvableSaddle):
+        asked["best_dual"] = lambda at, batch: problem.best_dual(at[0], batch)
+    return asked
+
+
+def _has_tasks(problem: Composed) -> bool:
+    """Tell whether clients have a fixed set of tasks; those that make up new ones have no numbers for them."""
+    try:
+        return problem.tasks >= 1
+    except NestfedError:
+        return False
+
+
+def _check_shapes(problem: Any, what: str, name: str, found: Any, points: tuple[Tensor, ...], data: Data) -> None:
+    x = points[0]
+    if name == "which":
+        integral = found.dim() == 1 and not found.is_floating_point()
+        _require(integral, f"{what} must return a vector of whole numbers.")
+        inside = bool(((found >= 0) & (found < problem.tasks)).all())
+        _require(inside, f"{what} returns a number outside 0…{problem.tasks - 1}, the client's tasks.")
+        return
+    expected: list[tuple[int, ...]] = [tuple(p.shape) for p in points]
+    if name in ("inner", "outer_grad"):
+        count = len(problem.which(Batch(data))) if _has_tasks(problem) else len(_tensors(found)[0])
+        rows = (count, problem.inner_dim)
+        expected = [rows, tuple(x.shape)] if name == "inner" else [rows]
+    if name == "best_dual":
+        expected = [tuple(points[1].shape)]
+    for one, shape in zip(_tensors(found), expected, strict=True):
+        _require(tuple(one.shape) == shape, f"{what} returns the shape {tuple(one.shape)}, not {shape}.")
+        _require(one.dtype == x.dtype, f"{what} returns {one.dtype}, but x is {x.dtype}.")
+        _require(not one.requires_grad, f"{what} returns a tensor that requires a gradient: detach it.")
+    _finite(found, what)
+
+
+def _check_tape(what: str, question: Question, points: tuple[Tensor, ...], batch: Batch) -> None:
+    with torch.no_grad():
+        question(points, batch)
+    count, loss = batch.tape.examples, batch.tape.loss
+    _require(isinstance(count, int) and count >= 0, f"{what} notes {count!r} examples, not a count.")
+    _require(loss is None or loss.dim() == 0, f"{what} notes a loss that is not one number.")
+
+
+def _check_vectorised(what: str, question: Question, points: tuple[Tensor, ...], run: Clients, key: Any) -> None:
+    """Demand of vmap over clients what they give one by one, each at a point of its own."""
+    ns = range(min(len(run), _FEW))
+    (drawn,) = run.draw(ns, range(1, 2))
+    scale = torch.linspace(0.9, 1.1, len(ns))
+    at = tuple(torch.stack([p * s.to(p) for s in scale]) for p in points)
+    keys = None if key is None else key + torch.arange(len(ns))
+    with torch.no_grad():
+        together = torch.vmap(
+            lambda at, data, key: question(at, Batch(data, key)), in_dims=(0, 0, None if keys is None else 0)
+        )(at, drawn, keys)
+        for i, n in enumerate(ns):
+            batch = Batch(run.sample(n, 1), None if keys is None else keys[i], eager=True)
+            alone = question(tuple(p[i] for p in at), batch)
+            _close(tree_map(lambda leaf, i=i: leaf[i], together), alone, f"{what} vectorised over clients and not")
+
+
+def _check_differences(
+    problem: Any, kind: str, points: tuple[Tensor, ...], data: Data, key: Any, generator: torch.Generator
+) -> None:
+    """Compare gradients with central differences of the noted loss, and a pullback with those of the inner value."""
+    at = tuple(p.double() for p in points)
+    data = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, data)
+    name = "grads" if isinstance(problem, Saddle) else "grad"
+    ask = _questions(problem)[name]
+
+    def batch() -> Batch:
+        return Batch(data, key, eager=True)
+
+    def noted(at: tuple[Tensor, ...]) -> Tensor | None:
+        one = batch()
+        ask(at, one)
+        return one.tape.loss
+
+    def along(value: Callable[[tuple[Tensor, ...]], Tensor], direction: tuple[Tensor, ...]) -> Tensor:
+        h = 1e-6
+        ahead, behind = (value(tuple(p + s * d for p, d in zip(at, direction))) for s in (h, -h))
+        return (ahead - behind) / (2 * h)
+
+    def agree(what: str, slope: Tensor, difference: Tensor) -> None:
+        error, largest = float((slope - difference).abs().max()), max(1.0, float(difference.abs().max()))
+        sentence = (
+            f"{what} is off by {error:.3g} from finite differences in float64 ({float(difference.flatten()[0]):.6g})"
+        )
+        _require(error <= 1e-4 * largest, f"{sentence}; exact=False skips this for a clipped or biased gradient.")
+
+    directions = [
+        tuple(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device) for p in at) for _ in range(3)
+    ]
+    with torch.no_grad():
+        start = noted(at)
+        if start is not None and start.dtype == torch.float64:
+            found = ask(at, batch())
+            parts = found if isinstance(found, tuple) else (found,)
+            for d in directions:
+                slope = torch.stack([(g * v).sum() for g, v in zip(parts, d)]).sum()
+                agree(f"{kind}.{name}", slope, along(lambda at: noted(at), d))  # type: ignore[arg-type, return-value]
+        if isinstance(problem, Composed):
+            u, pull = problem.inner(at[0], batch())
+            v = torch.randn(u.shape, generator=generator, dtype=torch.float64).to(u.device)
+            linear = pull(v) - problem.inner(at[0], batch())[1](torch.zeros_like(v))  # a penalty's gradient cancels
+            for d in directions:
+                change = along(lambda at: problem.inner(at[0], batch())[0], d)
+                agree(f"{kind}.inner's pullback", (linear * d[0]).sum(), (change * v).sum(1).mean())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Methods
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A method on a problem: what each of `ALGORITHM_CHECKS` receives."""
+
+    method: Algorithm[Any, Any]
+    problem: Any
+    clients: Clients
+    q: int = 3
+    rounds: int = 6
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The method's class."""
+        return type(self.method).__name__
+
+    @property
+    def mode(self) -> str:
+        """How clients run where it does not matter."""
+        return "vmap" if self.clients.alike else "loop"
+
+    @property
+    def some(self) -> int:
+        """How many clients take part where some sit out: more than half."""
+        return len(self.clients) // 2 + 1
+
+    def run(self, rounds: int | None = None, **options: Any) -> Result:
+        """Train; the only place where these checks call the engine."""
+        options = {"q": self.q, "seed": self.seed, "progress": False, "workers": 1, "mode": self.mode, **options}
+        return simulate(self.problem, self.method, self.clients, rounds=rounds or self.rounds, **options)
+
+    def batch(self, n: int, t: int, *, eager: bool = True) -> Batch:
+        """Return what client n's step t receives."""
+        key = None
+        if self.problem.random:
+            key = dropout_keys(Streams(self.seed), [n], self.span(t)._replace(start=t, stop=t + 1), _device(self))[0, 0]
+        return Batch(self.clients.sample(n, t), key, eager=eager)
+
+    def span(self, t: int) -> Any:
+        """Return the iterations of the round that begins at t."""
+        return span_from(self.method, t, self.q)
+
+
+def _device(trial: Trial) -> torch.device:
+    return trial.problem.x0.device
+
+
+def check_algorithm(
+    method: Algorithm[Any, Any], problem: Any, clients: Any, *, q: int = 3, rounds: int = 6, seed: int = 0
+) -> None:
+    """Check a method by running it on a problem that it accepts: all of `ALGORITHM_CHECKS`.
+
+    clients: some, so that a few can sit out; a single-machine method needs one.
+    q: local iterations in a round.
+    rounds: how long to train for each check; runs of this length must not diverge.
+    """
+    trial = Trial(method, problem, as_clients(clients).seeded(seed), q, rounds, seed)
+    for check in ALGORITHM_CHECKS.values():
+        check(trial)
+
+
+def check_declaration(trial: Trial) -> None:
+    """Frozen dataclass with a name and a docstring; every field of the state is shared, private or scratch."""
+    method, name = trial.method, trial.name
+    _require(dataclasses.is_dataclass(method), f"{name} must be a dataclass of its hyper-parameters.")
+    _require(isinstance(method.name, str) and method.name, f"{name} needs a name.")
+    _require(method.__doc__ and len(method.__doc__.splitlines()[0]) > 20, f"{name} needs a docstring of one sentence.")
+    for field in dataclasses.fields(method):  # type: ignore[arg-type]
+        try:
+            setattr(method, field.name, getattr(method, field.name))
+        except dataclasses.FrozenInstanceError:
+            continue
+        raise AssertionError(f"{name}.{field.name} can be assigned: declare @dataclass(frozen=True).")
+    copy = replace(method)  # type: ignore[type-var]
+    _require(copy == method, f"{name}: two with the same hyper-parameters must be equal.")
+    _require(hash(copy) == hash(method), f"{name}: two with the same hyper-parameters must have the same hash.")
+    _require(isinstance(trial.problem, method.accepts), f"{name} does not accept a {type(trial.problem).__name__}.")
+    state = method.init(trial.problem, trial.problem.x0)
+    fields: tuple[str, ...] = state._fields
+    for sort, names in (("shared", method.shared), ("private", method.private)):
+        unknown = [k for k in names if k not in fields]
+        _require(not unknown, f"{name}.{sort} names {unknown}, but the state has {', '.join(fields)}.")
+        _require(len(set(names)) == len(names), f"{name}.{sort} names a field twice.")
+    both = sorted({*method.shared} & {*method.private})
+    _require(not both, f"{name}: {both} cannot be both shared and private.")
+    _require(method.point in method.shared, f"{name}.point is {method.point!r}, which is not a shared field.")
+    for k in fields:
+        _require(isinstance(getattr(state, k), Tensor), f"{name}: the field {k} of the state must be a tensor.")
+
+
+def check_purity(trial: Trial) -> None:
+    """No input is changed, the same inputs give the same outputs, and nobody touches a global generator."""
+    method, problem, name = trial.method, trial.problem, trial.name
+    with _no_global_randomness(name), torch.no_grad():
+        for eager in (True, False):
+            state = _pure(f"{name}.init", lambda x: method.init(problem, x), problem.x0.clone())
+            t = 0
+            for _ in range(2):
+                span = trial.span(t)
+                for hook in ("rejoin", "receive"):
+                    state = _pure(f"{name}.{hook}", lambda s, t, hook=hook: getattr(method, hook)(s, t), state, t)
+                for i in range(*span):
+                    batch = trial.batch(0, i, eager=eager)
+
+                    def step(s: Any, data: Data, i: int, batch: Batch = batch) -> Any:
+                        return method.step(problem, s, Batch(data, batch.key, eager=batch.eager), i)
+
+                    state = _pure(f"{name}.step", step, state, batch.data, i)
+                state, t = _pure(f"{name}.send", method.send, state, span.stop), span.stop
+                _keep_dtype(trial, {k: getattr(state, k) for k in (*method.shared, *method.private)})
+            old = {k: getattr(state, k) for k in method.shared}
+            mean = {k: v + 0.1 for k, v in old.items()}
+            own = dict(method.server.init(old))
+            server = f"{type(method.server).__name__}.update"
+            own, new = _pure(server, lambda own, old: method.server.update(own, old, mean, 0.5), own, old)  # noqa: B023
+            _require(set(new) == set(method.shared), f"{server} must return all shared fields and no others.")
+            _pure(f"{name}.feasible", lambda shared: method.feasible(problem, shared), new)
+
+
+def _client_round(trial: Trial, state: Any, n: int, t: int) -> Any:
+    """Return a client's state after the round that begins at t: receive, step, send."""
+    span = trial.span(t)
+    with torch.no_grad():
+        state = trial.method.receive(state, t)
+        for i in range(*span):
+            state = trial.method.step(trial.problem, state, trial.batch(n, i), i)
+        return trial.method.send(state, span.stop)
+
+
+def check_scratch(trial: Trial) -> None:
+    """All fields but the shared and private ones may hold anything when a round starts."""
+    method = trial.method
+    after = trial.run(2)
+    t = after.history[-1]["iteration"]
+    template = method.init(trial.problem, trial.problem.x0)
+    kept = {**after.shared, **{k: v[0] for k, v in after.private.items()}}
+    scratch = sorted({*template._fields} - {*kept})
+    spoilt = template._replace(**{k: torch.full_like(getattr(template, k), math.nan) for k in scratch})
+    one, other = (_client_round(trial, start._replace(**kept), 0, t) for start in (template, spoilt))
+    for k in kept:
+        same = _equal(getattr(one, k), getattr(other, k))
+        sentence = (
+            f"{trial.name}: {k} depends on what {' or '.join(scratch)} held before the round, but only shared and private "
+            "fields are kept: fill the others in receive."
+        )
+        _require(same, sentence)
+    _finite({k: getattr(other, k) for k in method.shared}, f"{trial.name}: what is sent")
+
+
+def check_dtype(trial: Trial) -> None:
+    """All shared and private fields keep the dtype of x0, vectorised and one after another."""
+    for mode in {trial.mode, "loop"}:
+        result = trial.run(2, mode=mode)
+        _keep_dtype(trial, {"x": result.x, **result.shared, **result.private})
+
+
+def _keep_dtype(trial: Trial, fields: Fields) -> None:
+    dtype = trial.problem.x0.dtype
+    for k, v in fields.items():
+        _require(v.dtype == dtype, f"{trial.name}: {k} becomes {v.dtype}, but x0 is {dtype}.")
+
+
+_COUNTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_down")
+
+
+def _same_run(one: Result, other: Result, what: str) -> None:
+    _close(one.shared, other.shared, f"{what}: shared fields")
+    _close(one.private, other.private, f"{what}: private fields")
+    _require(len(one.history) == len(other.history), f"{what}: the records differ in length.")
+    for a, b in zip(one.history, other.history):
+        for column in _COUNTS:
+            _require(a[column] == b[column], f"{what}: {column} is {a[column]} and {b[column]}.")
+        known = a["loss"] is not None, b["loss"] is not None
+        _require(known[0] == known[1], f"{what}: only one of them has a loss.")
+        if all(known):
+            _close(torch.tensor(a["loss"]), torch.tensor(b["loss"]), f"{what}: the losses")
+
+
+def check_modes(trial: Trial) -> None:
+    """Vectorised clients, clients one after another and clients in two processes give the same numbers."""
+    points: list[Tensor] = []
+
+    def measure(shared: Fields) -> dict[str, float]:
+        points.append(shared[trial.method.point].clone())
+        return {}
+
+    alone = trial.run(mode="loop", measure=measure)
+    _require(not torch.equal(points[0], points[-1]), f"{trial.name} does not move from the starting point.")
+    if trial.clients.alike:
+        path, points = points, []
+        _same_run(trial.run(mode="vmap", measure=measure), alone, f"{trial.name} vectorised and one after another")
+        _close(points, path, f"{trial.name} vectorised and one after another: the points after every round")
+    if len(trial.clients) > 1:
+        _same_run(
+            trial.run(mode="loop", workers=2, measure=measure), alone, f"{trial.name} with two workers and with one"
+        )
+
+
+def check_resume(trial: Trial) -> None:
+    """A run that was interrupted and resumed equals one that was not, also when clients sit out."""
+    options: dict[str, Any] = {} if len(trial.clients) == 1 else {"participation": trial.some}
+    whole = trial.run(**options)
+    with tempfile.TemporaryDirectory() as folder:
+        trial.run(trial.rounds // 2, directory=Path(folder), **options)
+        again = trial.run(directory=Path(folder), **options)
+    what = f"{trial.name}: a resumed run differs from a straight one"
+    _require(_equal(again.shared, whole.shared), f"{what} in its shared fields.")
+    _require(_equal(again.private, whole.private), f"{what} in its private fields.")
+    for column in (*_COUNTS, "loss"):
+        told = [[r[column] for r in result.history] for result in (again, whole)]
+        _require(told[0] == told[1], f"{what} in its record of {column}.")
+
+
+def check_participation(trial: Trial) -> None:
+    """Rounds in which clients sit out or fail: repeatable, counted as sent, and equal to the rounds written out."""
+    total, name = len(trial.clients), trial.name
+    if total == 1:
+        return
+    for failures in (0.0, 0.3):
+        options: dict[str, Any] = {"participation": trial.some, "failures": failures}
+        result = trial.run(**options)
+        _require(_equal(result.shared, trial.run(**options).shared), f"{name}: the same run twice is not the same.")
+        _finite(
+            [*result.shared.values(), *result.private.values()], f"{name}: a field after rounds with absent clients"
+        )
+        _close(
+            trial.run(mode="loop", **options).shared, result.shared, f"{name} with absent clients, vectorised and not"
+        )
+        _require({*result.shared} == {*trial.method.shared}, f"{name}: other fields are sent than declared.")
+        shared, private, answered = _written_out(trial, Participation(trial.some, failures))
+        _close(dict(result.shared), shared, f"{name}: the engine's rounds and the same rounds written out")
+        _close(dict(result.private), private, f"{name}: private fields, by the engine and written out")
+        once, up = sum(v.numel() * v.element_size() for v in result.shared.values()), 0
+        for record, came in zip(result.history, answered, strict=True):
+            up += came
+            sent = (record["participants"], record["bytes_up"], record["bytes_down"])
+            _require(
+                sent == (came, up * once, trial.some * record["round"] * once),
+                f"{name}: the record of round {record['round']} counts other participants or bytes than were there.",
+            )
+
+
+def _written_out(trial: Trial, who: Participation) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """Train in plain words: who was away rejoins, receives, steps and sends; the server gets the mean and |S|/N."""
+    method, total = trial.method, len(trial.clients)
+    template = method.init(trial.problem, trial.problem.x0)
+    shared: Fields = {k: getattr(template, k) for k in method.shared}
+    states, server = [template] * total, method.server.init(shared)
+    last, t, answered = dict.fromkeys(range(total), -1), 0, []
+    for r in range(trial.rounds):
+        _, answering = who.draw(Streams(trial.seed), total, r)
+        for n in answering:
+            state = states[n]._replace(**shared)
+            if r > 0 and last[n] != r - 1:
+                state = method.rejoin(state, t)
+            states[n], last[n] = _client_round(trial, state, n, t), r
+        if answering:
+            mean = {k: torch.stack([getattr(states[n], k) for n in answering]).mean(0) for k in shared}
+            server, shared = method.server.update(server, shared, mean, len(answering) / total)
+            shared = method.feasible(trial.problem, shared)
+        if answering or t:
+            t = trial.span(t).stop
+        answered.append(len(answering))
+    private = {k: torch.stack([getattr(s, k) for s in states]) for k in method.private}
+    return dict(shared), private, answered
+
+
+def check_private(trial: Trial) -> None:
+    """What a client keeps to itself changes only in rounds that it takes part in."""
+    if len(trial.clients) < 3:
+        return
+    few: int = len(trial.clients) // 2
+    before, after = (trial.run(rounds, participation=few) for rounds in (trial.rounds - 1, trial.rounds))
+    for k, v in after.private.items():
+        changed = int((v != before.private[k]).reshape(len(v), -1).any(1).sum())
+        _require(changed <= few, f"{trial.name}: {k} changed at {changed} clients, but {few} took part.")
+
+
+def check_refusals(trial: Trial) -> None:
+    """A problem of another kind, and company for a single-machine method, are rejected in one sentence."""
+    x, method = torch.zeros(3, dtype=torch.float64), trial.method
+    others: Sequence[Problem] = (
+        Minimize(lambda x, b: x.sum(), x),
+        Conditional(lambda u, o: u, lambda x, o, i: x, x),
+        Compositional(lambda u, o: u.sum(), lambda x, i: x, x, 3),
+        Minimax(lambda x, w, b: x.sum(), x, x),
+    )
+    for problem in (p for p in others if not isinstance(p, method.accepts)):
+        told = _rejected(replace(trial, problem=problem), f"a problem of kind {type(problem).__name__}")
+        for word in (method.name, method.accepts.kinds, type(problem).__name__):
+            _require(word in told, f"{trial.name}: the error for a problem of another kind does not name {word!r}.")
+    if method.single:
+        told = _rejected(replace(trial, clients=as_clients(_Twins(trial.clients))), "two clients")
+        _require("single-machine" in told, f"{trial.name}: the error for two clients does not say single-machine.")
+
+
+def _rejected(trial: Trial, what: str) -> str:
+    """Return the one sentence with which a run is rejected."""
+    try:
+        trial.run(1)
+    except NestfedError as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"{trial.name} accepts {what}.")
+    sentences = text.count(". ") + text.endswith(".")
+    _require(sentences == 1 and "\n" not in text, f"{trial.name}: the error for {what} is not one sentence: {text}")
+    return text
+
+
+@dataclass
+class _Twins:
+    """Two clients with the data of the first."""
+
+    clients: Clients
+
+    def __len__(self) -> int:
+        return 2
+
+    def sample(self, n: int, t: int) -> Data:
+        return self.clients.sample(0, t)
+
+
+ALGORITHM_CHECKS: dict[str, Callable[[Trial], None]] = {
+    "declaration": check_declaration,
+    "purity": check_purity,
+    "dtype": check_dtype,
+    "scratch": check_scratch,
+    "modes": check_modes,
+    "resume": check_resume,
+    "participation": check_participation,
+    "private": check_private,
+    "refusals": check_refusals,
+}
+"""What `check_algorithm` does, by name: to run one check alone, or each as a test of its own."""

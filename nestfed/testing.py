@@ -43,8 +43,9 @@ from nestfed.core import (
     SolvableSaddle,
     as_clients,
 )
-from nestfed.data.random import Streams
-from nestfed.engine.round import Participation, dropout_keys, span_from
+from nestfed.data.random import Purpose, Streams
+from nestfed.engine.options import Exchange, Execution
+from nestfed.engine.program import dropout_keys, span_from
 from nestfed.engine.simulate import Result, simulate
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
@@ -392,10 +393,20 @@ class Trial:
         """How many clients take part where some sit out: more than half."""
         return len(self.clients) // 2 + 1
 
-    def run(self, rounds: int | None = None, **options: Any) -> Result:
+    def run(
+        self,
+        rounds: int | None = None,
+        *,
+        mode: str = "",
+        workers: int = 1,
+        exchange: Exchange = Exchange(),
+        **more: Any,
+    ) -> Result:
         """Train; the only place where these checks call the engine."""
-        options = {"q": self.q, "seed": self.seed, "progress": False, "workers": 1, "mode": self.mode, **options}
-        return simulate(self.problem, self.method, self.clients, rounds=rounds or self.rounds, **options)
+        return simulate(
+            self.problem, self.method, self.clients, rounds=rounds or self.rounds, q=self.q, seed=self.seed,
+            exchange=exchange, execution=Execution(mode=mode or self.mode, workers=workers), progress=False, **more,
+        )  # fmt: skip
 
     def batch(self, n: int, t: int, *, eager: bool = True) -> Batch:
         """Return what client n's step t receives."""
@@ -566,11 +577,11 @@ def check_modes(trial: Trial) -> None:
 
 def check_resume(trial: Trial) -> None:
     """A run that was interrupted and resumed equals one that was not, also when clients sit out."""
-    options: dict[str, Any] = {} if len(trial.clients) == 1 else {"participation": trial.some}
-    whole = trial.run(**options)
+    exchange = Exchange(count=trial.some)
+    whole = trial.run(exchange=exchange)
     with tempfile.TemporaryDirectory() as folder:
-        trial.run(trial.rounds // 2, directory=Path(folder), **options)
-        again = trial.run(directory=Path(folder), **options)
+        trial.run(trial.rounds // 2, directory=Path(folder), exchange=exchange)
+        again = trial.run(directory=Path(folder), exchange=exchange)
     what = f"{trial.name}: a resumed run differs from a straight one"
     _require(_equal(again.shared, whole.shared), f"{what} in its shared fields.")
     _require(_equal(again.private, whole.private), f"{what} in its private fields.")
@@ -585,17 +596,21 @@ def check_participation(trial: Trial) -> None:
     if total == 1:
         return
     for failures in (0.0, 0.3):
-        options: dict[str, Any] = {"participation": trial.some, "failures": failures}
-        result = trial.run(**options)
-        _require(_equal(result.shared, trial.run(**options).shared), f"{name}: the same run twice is not the same.")
+        exchange = Exchange(count=trial.some, failures=failures)
+        result = trial.run(exchange=exchange)
+        _require(
+            _equal(result.shared, trial.run(exchange=exchange).shared), f"{name}: the same run twice is not the same."
+        )
         _finite(
             [*result.shared.values(), *result.private.values()], f"{name}: a field after rounds with absent clients"
         )
         _close(
-            trial.run(mode="loop", **options).shared, result.shared, f"{name} with absent clients, vectorised and not"
+            trial.run(mode="loop", exchange=exchange).shared,
+            result.shared,
+            f"{name} with absent clients, vectorised and not",
         )
         _require({*result.shared} == {*trial.method.shared}, f"{name}: other fields are sent than declared.")
-        shared, private, answered = _written_out(trial, Participation(trial.some, failures))
+        shared, private, answered = _written_out(trial, exchange)
         _close(dict(result.shared), shared, f"{name}: the engine's rounds and the same rounds written out")
         _close(dict(result.private), private, f"{name}: private fields, by the engine and written out")
         once, up = sum(v.numel() * v.element_size() for v in result.shared.values()), 0
@@ -608,7 +623,7 @@ def check_participation(trial: Trial) -> None:
             )
 
 
-def _written_out(trial: Trial, who: Participation) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+def _written_out(trial: Trial, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
     """Train in plain words: who was away rejoins, receives, steps and sends; the server gets the mean and |S|/N."""
     method, total = trial.method, len(trial.clients)
     template = method.init(trial.problem, trial.problem.x0)
@@ -616,7 +631,9 @@ def _written_out(trial: Trial, who: Participation) -> tuple[dict[str, Tensor], d
     states, server = [template] * total, method.server.init(shared)
     last, t, answered = dict.fromkeys(range(total), -1), 0, []
     for r in range(trial.rounds):
-        _, answering = who.draw(Streams(trial.seed), total, r)
+        luck = Streams(trial.seed).at(Purpose.FAILURE, 0, r).random(total)
+        asked = exchange.draw(Streams(trial.seed), total, r)
+        answering = [n for n in asked if luck[n] >= exchange.failures]
         for n in answering:
             state = states[n]._replace(**shared)
             if r > 0 and last[n] != r - 1:
@@ -638,7 +655,7 @@ def check_private(trial: Trial) -> None:
     if len(trial.clients) < 3:
         return
     few: int = len(trial.clients) // 2
-    before, after = (trial.run(rounds, participation=few) for rounds in (trial.rounds - 1, trial.rounds))
+    before, after = (trial.run(rounds, exchange=Exchange(count=few)) for rounds in (trial.rounds - 1, trial.rounds))
     for k, v in after.private.items():
         changed = int((v != before.private[k]).reshape(len(v), -1).any(1).sum())
         _require(changed <= few, f"{trial.name}: {k} changed at {changed} clients, but {few} took part.")

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from support import simulate
 from torch import Tensor
 
 from nestfed.algorithms import LocalSCGD, LocalSGDA, Scaffold
 from nestfed.core import Batch, Composed, Differentiable, Saddle
-from nestfed.engine.simulate import simulate
 
 CLIENTS, ROWS, D, P = 4, 5, 3, 2
 OPTIONS: dict[str, Any] = {"q": 3, "seed": 5, "progress": False}

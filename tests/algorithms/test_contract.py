@@ -16,10 +16,10 @@ import pytest
 import torch
 from cases import SEED
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
+from support import simulate
 
 from nestfed.algorithms import TABLE, build
 from nestfed.core import Algorithm, NestfedError, Problem
-from nestfed.engine.simulate import simulate
 from nestfed.testing import ALGORITHM_CHECKS, Trial, check_clients, check_problem
 
 
@@ -163,11 +163,11 @@ def test_goes_down_on_a_convex_problem(name: str) -> None:
 def test_a_drawn_outcome_when_nobody_answers_or_the_draw_is_past(tmp_path: Path) -> None:
     """A round without answers leaves the point where it was; a run that was not asked for a draw cannot give one."""
     for seed in range(6):
-        result = run("fedavg", 3, failures=0.9, output="uniform", seed=seed)
+        result = run("fedavg", 3, failures=0.9, keep="uniform", seed=seed)
         assert torch.isfinite(result.x).all()
     run("fedavg", 5, directory=tmp_path)
     with pytest.raises(NestfedError, match="uniform"):
-        run("fedavg", 5, directory=tmp_path, output="uniform")
+        run("fedavg", 5, directory=tmp_path, keep="uniform")
 
 
 @pytest.mark.parametrize(

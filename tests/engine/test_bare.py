@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from bare import BARE, CLIENTS, OPTIONS, ROWS, run
+from support import simulate
 from test_engines_agree import close, on_two_ranks
 
 from nestfed.core import Clients, NestfedError, as_clients
-from nestfed.engine.simulate import simulate
 from nestfed.study.advice import smoothness
 from nestfed.testing import ALGORITHM_CHECKS, Trial, check_clients, check_problem
 

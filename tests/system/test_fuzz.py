@@ -279,7 +279,8 @@ def plan_seed() -> bytes:
     pytest.importorskip("nestfed.deploy.flower", reason="deployment is an extra")
     from safetensors.numpy import save
 
-    words = {"clients": 3, "shape": [2], "p": 0.5, "classes": ["0", "1"], "features": ["a", "b"]}
+    words = {"clients": 3, "shape": [2], "p": 0.5, "classes": ["0", "1"]}
+    words["columns"] = json.dumps([["a", None], ["b", ["u"]]])
     arrays = {"mean": np.zeros(2), "deviation": np.ones(2), "gaps": np.zeros(2, np.uint8)}
     return save(arrays, {"plan": json.dumps(words), "token": "0" * 16})
 

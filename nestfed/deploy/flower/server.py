@@ -24,6 +24,7 @@ from nestfed.deploy.flower.messages import (
     Custom,
     arrays_of,
     broadcast_record,
+    facts_of,
     mismatch,
     plan_record,
     read_plan,
@@ -39,7 +40,7 @@ from nestfed.engine.round import Participation
 from nestfed.files import locked, write_atomically
 
 if TYPE_CHECKING:
-    from nestfed.data.encoding import Facts, Plan
+    from nestfed.deploy.site import Agreement, Facts
     from nestfed.experiment.build import Assembly
 
 
@@ -296,22 +297,11 @@ class _Server:
         return words
 
     def _facts(self, words: Mapping[str, Any], reply: Message) -> Facts:
-        from nestfed.data.encoding import Facts
-
         sums = reply.content.get("sums")
         try:
-            arrays = arrays_of(sums, 10_000_000) if isinstance(sums, ArrayRecord) else {}
-            told = Facts(
-                int(words["examples"]), int(words["positives"]), tuple(words["shape"]), tuple(words["classes"]),
-                tuple(words["features"]), arrays["known"], arrays["total"],
-            )  # fmt: skip
+            return facts_of(words, arrays_of(sums, 10_000_000) if isinstance(sums, ArrayRecord) else {})
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedError("its counts and sums are not as asked.") from error
-        sizes = {len(told.known), len(told.total), len(told.features)}
-        good = len(sizes) == 1 and np.isfinite(told.total).all() and (told.known >= 0).all()
-        if not good or not 0 <= told.positives <= told.examples:
-            raise RefusedError("its counts and sums do not fit together.")
-        return told
 
     def wait(self, enough: Callable[[], bool], seconds: float = 0.0) -> bool:
         """Take in greetings until there are enough sites; tell whether there were in time, at most the deadline."""
@@ -328,7 +318,7 @@ class _Server:
 
     # -- before the first round
 
-    def plan(self) -> tuple[Plan, str]:
+    def plan(self) -> tuple[Agreement, str]:
         """Return what all sites agree on: as it was before, or from what those who are there tell."""
         path = self.setup.out / "plan.safetensors"
         if found := read_plan(path):
@@ -345,15 +335,15 @@ class _Server:
         write_plan(path, plan, token)
         return plan, token
 
-    def _agree(self) -> Plan:
-        from nestfed.data.encoding import Plan, finish, merge
+    def _agree(self) -> Agreement:
+        from nestfed.deploy.site import Agreement, finish, merge
 
         there = self.nodes()
         if isinstance(self.study, Custom):
-            return Plan(self.setup.sites)
+            return Agreement(self.setup.sites)
         told = {self.name(there[n]): self.facts[n] for n in sorted(there)}
         plan = merge(told, self.setup.sites, self.setup.rules.by_examples)
-        if not plan.features:
+        if not plan.encoding.schema:
             return plan
         words, arrays = plan_record(plan)
         for node in there.values():
@@ -370,15 +360,15 @@ class _Server:
                         self._words(reply, "site")
                         values = arrays_of(reply.content["squares"])["squares"]  # type: ignore[arg-type]
                     except (RefusedError, KeyError) as error:
-                        raise NestfedError(f"Site {self.name(node)} told no sums of squares: {error}") from error
-                    if values.shape != plan.mean.shape or not np.isfinite(values).all() or (values < 0).any():
-                        raise NestfedError(f"Site {self.name(node)} told sums of squares that cannot be.")
+                        raise NestfedError(f"Site {self.name(node)} sent no sums of squares: {error}") from error
+                    if values.shape != plan.encoding.mean.shape or not np.isfinite(values).all() or (values < 0).any():
+                        raise NestfedError(f"Site {self.name(node)} sent invalid sums of squares.")
                     squares[number[node]] = values
                 elif kind == HELLO:
                     self.greet(node, reply)
             time.sleep(POLL)
         if len(squares) < len(there):
-            raise NestfedError("A site told its sums but then not its sums of squares; start again when it is there.")
+            raise NestfedError("A site sent its sums but not its sums of squares; start again when it is there.")
         return finish(plan, [squares[n] for n in sorted(squares)], told)
 
     # -- rounds
@@ -419,7 +409,7 @@ class _Server:
             raise
         self._finish(coordinator, made)
 
-    def _made(self, plan: Plan) -> tuple[Assembly, bool]:
+    def _made(self, plan: Agreement) -> tuple[Assembly, bool]:
         """Return the coordinator's objects, and whether the sites evaluate."""
         from nestfed.deploy.site import LABELLED, at_coordinator
 
@@ -427,7 +417,7 @@ class _Server:
             return self.study.make(), False
         return at_coordinator(self.study, plan), self.study.problem.name in LABELLED
 
-    def _rounds(self, c: Coordinator, made: Assembly, tells: bool, plan: Plan, token: str) -> None:
+    def _rounds(self, c: Coordinator, made: Assembly, tells: bool, plan: Agreement, token: str) -> None:
         every = self.study.run.every
         while True:
             due = c.state.round % every == 0 or c.over
@@ -443,7 +433,7 @@ class _Server:
             self._count(c)
 
     def _ask(
-        self, c: Coordinator, asked: list[int], due: bool, plan: Plan, token: str
+        self, c: Coordinator, asked: list[int], due: bool, plan: Agreement, token: str
     ) -> tuple[dict[int, Answer], dict[int, Mapping[str, np.ndarray]], int]:
         """Ask until a round's worth of good answers is there; return them, the tallies, and how many were asked."""
         rules = self.setup.rules
@@ -475,7 +465,7 @@ class _Server:
         )
 
     def _collect(
-        self, c: Coordinator, wanted: list[int], audience: list[int], due: bool, plan: Plan, token: str,
+        self, c: Coordinator, wanted: list[int], audience: list[int], due: bool, plan: Agreement, token: str,
         answers: dict[int, Answer], tallies: dict[int, Mapping[str, np.ndarray]],
     ) -> int:  # fmt: skip
         """Ask once, and take in what comes before the deadline; return how many were asked to train."""

@@ -115,7 +115,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
                 advice.few_positives(self.sites_.names, positives, self.sites_.counts.sum(1).tolist())
         own = not isinstance(self.module, torch.nn.Module)
         self.scale_: InputEncoding = common_encoding(sites, scaled=self.standardize, mark_gaps=own)
-        x = torch.cat([inputs(self.scale_, site.x, site.schema, f"Site {site.name}") for site in sites])
+        x = torch.cat([inputs(self.scale_, site.x, site.schema, site.where) for site in sites])
         labels = torch.from_numpy(np.concatenate(codes).astype(np.int64))
         parts = np.split(np.arange(len(x)), np.cumsum([len(site) for site in sites])[:-1])
         outputs = 1 if len(self.classes_) == 2 else len(self.classes_)
@@ -194,7 +194,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         if y is not None and self.site_column is not None:
             some, _ = self._without_sites(some)
         sites = gather(some, y, None, self.target)
-        x = torch.cat([self._scaled(site.x, site.schema) for site in sites])
+        x = torch.cat([self._scaled(site.x, site.schema, site.where) for site in sites])
         labels = np.concatenate([site.y for site in sites])
         unknown = np.setdiff1d(labels, self.classes_)
         if len(unknown):
@@ -212,13 +212,13 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
     # -----------------------------------------------------------------------------------------------------
     # Using it
 
-    def _scaled(self, x: np.ndarray, schema: Schema) -> Tensor:
+    def _scaled(self, x: np.ndarray, schema: Schema, where: str = "X") -> Tensor:
         if schema == numbered(len(schema)) and len(schema) not in (0, self.n_features_in_):
             raise Refused(
                 f"X has {len(schema)} features, but {type(self).__name__} is expecting {self.n_features_in_} features as "
                 "input."
             )
-        return inputs(self.scale_, x, schema)
+        return inputs(self.scale_, x, schema, where)
 
     def _input(self, X: Any) -> Tensor:
         named = isinstance(self.site_column, str)

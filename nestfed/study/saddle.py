@@ -75,7 +75,7 @@ class FederatedMinimax(Federated):
         seed = self._seed()
         own = not isinstance(self.module, torch.nn.Module)
         self.scale_: InputEncoding = common_encoding(sites, scaled=self.standardize, mark_gaps=own)
-        x = torch.cat([inputs(self.scale_, site.x, site.schema, f"Site {site.name}") for site in sites])
+        x = torch.cat([inputs(self.scale_, site.x, site.schema, site.where) for site in sites])
         labels = torch.from_numpy(np.concatenate([site.y for site in sites]))
         number = torch.repeat_interleave(torch.arange(len(sites)), torch.tensor([len(site) for site in sites]))
         parts = np.split(np.arange(len(x)), np.cumsum([len(site) for site in sites])[:-1])

@@ -16,6 +16,10 @@ from nestfed.data.encoding import Schema, TableEncoding, deviation, encode, numb
 from nestfed.data.tables import table_of
 
 
+ALL = "all"
+"""The name of the only site, if the user gave one table."""
+
+
 class Refused(NestfedError, ValueError):
     """A mistake in the data, which scikit-learn's tools expect to be a ValueError."""
 
@@ -35,6 +39,11 @@ class Site:
     def __len__(self) -> int:
         return len(self.x)
 
+    @property
+    def where(self) -> str:
+        """What errors call it."""
+        return "X" if self.name == ALL else f"Site {self.name}"
+
     def take(self, rows: np.ndarray) -> Site:
         """Return some of its rows."""
         group = None if self.group is None else self.group[rows]
@@ -53,7 +62,7 @@ def gather(x: Any, y: Any = None, groups: Any = None, target: str | None = None)
                 "This estimator requires y to be passed, but the target y is None: give fit(X, y), or "
                 "fit([(X1, y1), (X2, y2), …]) with one entry for each site, or name the column by target=…."
             )
-        whole = _site("all", x if y is None else (x, y), target)
+        whole = _site(ALL, x if y is None else (x, y), target)
         return [whole] if groups is None else _by_group(whole, groups)
     if groups is not None:
         raise Refused("groups says which row belongs to which site, so it goes with fit(X, y, groups=…).")
@@ -99,7 +108,7 @@ def _entries(x: Any) -> list[tuple[str, Any]]:
     if isinstance(x, Mapping):
         found = [(str(name), entry) for name, entry in x.items()]
     elif _is_data(x) or (_is_pair(x) and not (_is_pair(x[0]) or _is_data(x[0]))):
-        found = [("all", x)]
+        found = [(ALL, x)]
     else:
         found = [(str(n), entry) for n, entry in enumerate(x)]
     if not found:
@@ -112,7 +121,7 @@ def _entries(x: Any) -> list[tuple[str, Any]]:
 def _site(name: str, entry: Any, target: str | None) -> Site:
     if isinstance(entry, Site):
         return entry
-    where = "the data" if name == "all" else f"site {name}"
+    where = "the data" if name == ALL else f"site {name}"
     if _is_pair(entry) and not _is_frame(entry):
         x, y = entry
     elif hasattr(entry, "column_names"):

@@ -15,7 +15,6 @@ from nestfed.core import NestfedError
 from nestfed.data.encoding import Schema, TableEncoding, deviation, encode, numbered
 from nestfed.data.tables import table_of
 
-
 ALL = "all"
 """The name of the only site, if the user gave one table."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import difflib
 import json
 import time
 import warnings
@@ -19,7 +18,7 @@ from sklearn.base import clone
 from torch import Tensor, nn
 
 from nestfed import metrics
-from nestfed.core import Algorithm, Batch, Differentiable, DivergedError, NestfedError, Schedule, at, positive
+from nestfed.core import Algorithm, Batch, Differentiable, DivergedError, NestfedError, Schedule, at, positive, unknown
 from nestfed.data.encoding import Sums, common_schema
 from nestfed.data.tables import as_dataset, label_of, read_columns, require_column
 from nestfed.engine.round import Record
@@ -128,9 +127,7 @@ def _is_number(text: str) -> bool:
 def find_kind(objective: str) -> type[FederatedAUC | FederatedAUPRC | FederatedClassifier]:
     """Return the estimator for an objective."""
     if objective not in KINDS:
-        near = difflib.get_close_matches(objective, KINDS, 1, 0.3)
-        hint = f"did you mean {near[0]}?" if near else f"choose {', '.join(KINDS)}."
-        raise NestfedError(f"There is no objective {objective!r}: {hint}")
+        raise unknown("objective", objective, KINDS)
     return KINDS[objective]
 
 

@@ -163,7 +163,10 @@ def test_a_column_that_a_site_lacks_is_an_error(
 @pytest.mark.filterwarnings("ignore")
 def test_unscaled_columns_are_aligned_too() -> None:
     """Sites with as many categories, but others, must not be put on top of each other."""
-    frames = [pd.DataFrame({"ward": list("xy" * 10), "died": [0, 1] * 10}), pd.DataFrame({"ward": list("yz" * 10), "died": [0, 1] * 10})]
+    frames = [
+        pd.DataFrame({"ward": list("xy" * 10), "died": [0, 1] * 10}),
+        pd.DataFrame({"ward": list("yz" * 10), "died": [0, 1] * 10}),
+    ]
     Watched(target="died", standardize=False, **QUICK).fit(frames)
     assert Watched.inputs[[0, 1, 20, 21]].tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1]]
 

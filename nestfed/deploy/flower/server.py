@@ -37,7 +37,7 @@ from nestfed.deploy.remote import Answer, Coordinator, RefusedError, Rules
 from nestfed.engine.encode import Encoding
 from nestfed.engine.record import metrics_of
 from nestfed.engine.round import Participation
-from nestfed.files import locked, write_atomically
+from nestfed.files import locked, write_atomically, write_model
 
 if TYPE_CHECKING:
     from nestfed.deploy.site import Agreement, Facts
@@ -605,14 +605,8 @@ class _Server:
             file.write(json.dumps(line) + "\n")
 
     def _finish(self, c: Coordinator, made: Assembly) -> None:
-        from safetensors.torch import save
-
         x = c.outcome()
-        model = made.problem.module(x)
-        tensors = model.state_dict() if hasattr(model, "state_dict") else {"x": x}
-        write_atomically(
-            self.setup.out / "model.safetensors", save({k: v.contiguous().clone() for k, v in tensors.items()})
-        )
+        write_model(self.setup.out / "model.safetensors", made.problem.module(x), x)
         write_atomically(self.setup.out / "finished.json", json.dumps(c.history[-1]).encode())
 
 

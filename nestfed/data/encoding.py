@@ -132,6 +132,8 @@ class TableEncoding:
             own, first = place[column.name]
             if column.categories is not None and own.categories is None and np.isfinite(values[:, first]).any():
                 raise NestfedError(f"{where} holds numbers in column {column.name!r}, which is text elsewhere.")
+        if at == list(range(values.shape[1])):
+            return values.astype(np.float64)  # spares a copy of what may be large
         never, gap = np.zeros((len(values), 1)), np.full((len(values), 1), np.nan)
         return np.concatenate([values, never, gap], 1, dtype=np.float64)[:, at]
 

@@ -207,7 +207,7 @@ def test_what_leaves_a_site(name: str, tmp_path: Path) -> None:
     assert sent == read_record(tmp_path / "run" / "record.jsonl")[-1]["bytes_up"]
     for _, _, reply in shipped(grid, "query.hello"):
         assert set(reply.content) == {"site", "sums"}
-        counts = {"client", "site", "examples", "positives", "shape", "classes", "features"}
+        counts = {"client", "site", "examples", "positives", "shape", "classes", "columns"}
         assert set(reply.content["site"]) == stamp | counts
     assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "train"}
 

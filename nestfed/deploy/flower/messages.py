@@ -129,7 +129,7 @@ def _columns(words: Mapping[str, Any]) -> Schema:
 def facts_record(facts: Facts, words: ConfigRecord) -> RecordDict:
     """Return what a site shares before the first round as a message holds it, after the message's first `words`."""
     sums = facts.sums
-    words["examples"], words["positives"], words["rows"] = facts.examples, facts.positives, sums.rows
+    words["examples"], words["positives"] = facts.examples, facts.positives
     words["shape"], words["classes"] = list(facts.shape), list(facts.classes)
     words["columns"] = json.dumps(schema_to_json(sums.schema))
     return RecordDict({"site": words, "sums": number_record({"known": sums.known, "total": sums.total})})
@@ -139,13 +139,13 @@ def facts_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fact
     """Return the facts of a message; a ValueError, KeyError or TypeError if they do not fit together."""
     from nestfed.deploy.site import Facts
 
-    sums = Sums(_columns(words), int(words["rows"]), arrays["known"], arrays["total"])
+    sums = Sums(_columns(words), int(words["examples"]), arrays["known"], arrays["total"])
     found = Facts(
         int(words["examples"]), int(words["positives"]), tuple(words["shape"]), tuple(words["classes"]), sums
     )  # fmt: skip
     width = (sum(map(len, sums.schema)),)
     good = sums.known.shape == sums.total.shape == width and np.isfinite(sums.total).all()
-    good = good and sums.rows in (0, found.examples) and ((sums.known >= 0) & (sums.known <= sums.rows)).all()
+    good = good and ((sums.known >= 0) & (sums.known <= sums.rows)).all()
     if not good or not 0 <= found.positives <= found.examples:
         raise ValueError("its counts and sums do not fit together.")
     return found

@@ -34,6 +34,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def write_model(path: Path, model: Any, x: Any) -> None:
+    """Write a module's state to a safetensors file; of a model without one, its vector x."""
+    from safetensors.torch import save
+
+    tensors = model.state_dict() if hasattr(model, "state_dict") else {"x": x}
+    write_atomically(path, save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}))
+
+
 @contextmanager
 def written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
     """Open a file that gets its name when all is written and on the disk."""

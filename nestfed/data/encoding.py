@@ -1,10 +1,16 @@
-"""From a table's columns to numbers: align, impute, scale. All of it is computed from sums that a site may tell."""
+"""From a table to model inputs: align columns, one feature per category, fill gaps, scale; all of it from sums.
+
+A table is an array of numbers and a schema. A column of numbers is one feature, NaN where missing. A column of text is
+one 0/1 feature per category, all 0 where missing. Sites that keep their rows agree on one `TableEncoding` in two steps:
+each sends `Sums` of its training rows, which `merge` adds up to the common schema and means; then each sends the squared
+differences from these means (`TableEncoding.squares`), which `finish` turns into deviations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,123 +21,252 @@ from nestfed.core import NestfedError
 FAR = 5.0
 """A feature's largest distance from its mean, in deviations."""
 
-Scaling = Callable[[np.ndarray], Tensor]
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: numbers, or text with these categories."""
+
+    name: str
+    categories: tuple[str, ...] | None = None
+    """None for numbers; empty for text of which no row is known."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of its features, for people."""
+        return (self.name,) if self.categories is None else tuple(f"{self.name}={c}" for c in self.categories)
+
+    def __len__(self) -> int:
+        return 1 if self.categories is None else len(self.categories)
+
+
+Schema = tuple[Column, ...]
+"""The columns of a table, in order."""
+
+
+def features_of(schema: Schema) -> tuple[str, ...]:
+    """Return the names of a table's features, for people."""
+    return tuple(name for column in schema for name in column.features)
+
+
+def numbered(count: int) -> Schema:
+    """Return the schema of an array without names: x0, x1, …"""
+    return tuple(Column(f"x{i}") for i in range(count))
+
+
+def schema_to_json(schema: Schema) -> list[Any]:
+    """Return a schema as JSON: [name, categories or null] for every column."""
+    return [[c.name, None if c.categories is None else list(c.categories)] for c in schema]
+
+
+def schema_from_json(found: Any) -> Schema:
+    """Return the schema that `schema_to_json` wrote; a ValueError if it is none."""
+    schema = tuple(Column(name, None if known is None else tuple(known)) for name, known in found)
+    texts = [text for c in schema for text in (c.name, *(c.categories or ()))]
+    if not all(isinstance(text, str) for text in texts) or len({c.name for c in schema}) < len(schema):
+        raise ValueError("expected pairs of a name, different for every column, and its categories or null")
+    return schema
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a site tells of its training examples: counts and sums, no rows."""
+class Sums:
+    """What a site shares of its training rows: its schema, how many rows, and each feature's known count and sum."""
 
-    examples: int = 0
-    positives: int = 0
-    shape: tuple[int, ...] = ()
-    classes: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
-    """Names of a table's features; none if nothing has to be scaled in common."""
-    known: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    total: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    schema: Schema
+    rows: int
+    known: np.ndarray
+    total: np.ndarray
+
+    @classmethod
+    def of(cls, x: np.ndarray, schema: Schema) -> Sums:
+        """Count and add up."""
+        values = flat(x).astype(np.float64)
+        known = np.isfinite(values)
+        return cls(schema, len(x), known.sum(0).astype(np.int64), np.where(known, values, 0.0).sum(0))
+
+    def aligned(self, schema: Schema, site: str) -> np.ndarray:
+        """Return known counts and sums in a common order. A category that this site never met is 0 in every row."""
+        own = np.stack([self.known, self.total])
+        never, gap = np.array([[self.rows], [0]]), np.zeros((2, 1))
+        return np.concatenate([own, never, gap], 1)[:, _positions(schema, self.schema, site)]
+
+
+def flat(x: np.ndarray) -> np.ndarray:
+    """Return examples of any shape as rows of a table."""
+    return x.reshape(len(x), int(np.prod(x.shape[1:])))
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all sites have to agree on beside the experiment."""
+class TableEncoding:
+    """What turns any site's table into model inputs: the common columns, and how their features are scaled.
 
-    clients: int
-    shape: tuple[int, ...] = ()
-    classes: tuple[str, ...] = ()
-    p: float = 0.0
-    """The share of positives in the mixture of all sites."""
-    features: tuple[str, ...] = ()
-    mean: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    deviation: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    gaps: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    """Features that are missing somewhere: "is missing" is a feature of its own."""
-
-    def align(self, x: np.ndarray, features: Sequence[str]) -> np.ndarray:
-        """Return a site's columns in the common order; a text that this site never met is 0 everywhere."""
-        place = {name: i for i, name in enumerate(features)}
-        columns = [x[:, place[f]] if f in place else np.zeros(len(x), x.dtype) for f in self.features]
-        return np.stack(columns, 1).astype(np.float64)
-
-    def scale(self, x: np.ndarray, features: Sequence[str]) -> Tensor:
-        """Impute by the common mean and scale to the common deviation."""
-        return standardised(self.align(x, features), self.mean, self.deviation, self.gaps)
-
-
-def merge(told: Mapping[str, Facts], clients: int, by_examples: bool = False) -> Plan:
-    """Return the plan as far as counts and sums make it; names of sites are for sentences."""
-    (first, model), *rest = told.items()
-    for name, other in rest:
-        if bool(other.features) != bool(model.features) or (not model.features and other.shape != model.shape):
-            raise NestfedError(
-                f"Sites {first} and {name} hold examples of different kinds or shapes "
-                f"({model.shape} and {other.shape}): all must read tables alike, or parts of one data set."
-            )
-        if other.classes != model.classes:
-            raise NestfedError(
-                f"Sites {first} and {name} have different classes ({', '.join(model.classes)}; "
-                f"{', '.join(other.classes)}): list them in data.classes of the experiment."
-            )
-    # The share of positives in what the mean objective averages over, as `Prepared.positive_rate` has it.
-    rows = [f.examples if by_examples else 1 for f in told.values()]
-    shares = [f.positives / max(f.examples, 1) for f in told.values()]
-    p = sum(weight * share for weight, share in zip(rows, shares)) / max(sum(rows), 1)
-    plan = Plan(clients, model.shape, model.classes, p)
-    if not model.features:
-        return plan
-    features = _common(told)
-    known, total, examples = np.zeros(len(features)), np.zeros(len(features)), 0
-    for f in told.values():
-        place = {name: i for i, name in enumerate(f.features)}
-        for j, name in enumerate(features):
-            if name in place:
-                known[j] += f.known[place[name]]
-                total[j] += f.total[place[name]]
-            else:
-                known[j] += f.examples  # a text that this site never met: 0 in every row
-        examples += f.examples
-    gaps = known < examples
-    count = np.maximum(known, 1)
-    shape = (len(features) + int(gaps.sum()),)
-    return replace(
-        plan, shape=shape, features=features, mean=total / count, deviation=np.ones(len(features)), gaps=gaps
-    )
-
-
-def finish(plan: Plan, squares: Sequence[np.ndarray], told: Mapping[str, Facts]) -> Plan:
-    """Return the plan with the common deviation."""
-    count = np.zeros(len(plan.features))
-    for f in told.values():
-        place = {name: i for i, name in enumerate(f.features)}
-        count += [f.known[place[name]] if name in place else f.examples for name in plan.features]
-    return replace(plan, deviation=deviation(sum(squares) / np.maximum(count, 1), plan.mean))
-
-
-def _common(told: Mapping[str, Facts]) -> tuple[str, ...]:
-    """Return all features: the columns as the first site has them, the texts of a column in alphabetical order."""
-    columns: dict[str, set[str]] = {}
-    for f in told.values():
-        for name in f.features:
-            columns.setdefault(name.partition("=")[0], set()).add(name)
-    for site, f in told.items():
-        if lacking := [n for n, all_ in columns.items() if n in all_ and n not in f.features]:
-            raise NestfedError(f"Site {site} has no column {lacking[0]!r} of numbers, which other sites have.")
-    return tuple(name for all_ in columns.values() for name in sorted(all_))
-
-
-def standardise(training: np.ndarray) -> Scaling:
-    """Return the map that imputes by the training mean and scales to the training deviation, feature by feature.
-
-    All that clients have to send for it are, for every feature, the count and the sum of their known values, and
-    then the sum of squared differences from the common mean. Where a table's training values are missing, a feature
-    "is missing" is added: in clinical tables it tells more than the imputed value.
+    A missing value becomes the mean. `gaps` are the features that are missing somewhere in the training rows: each gets a
+    further input "is missing", since in clinical tables a gap says more than the imputed value.
     """
-    values = training.astype(np.float64)
-    known = np.isfinite(values)
-    count = np.maximum(known.sum(0), 1)
-    mean = np.where(known, values, 0.0).sum(0) / count
-    squares = (np.where(known, values - mean, 0.0) ** 2).sum(0)
-    return partial(standardised, mean=mean, deviation=deviation(squares / count, mean), gaps=known.sum(0) < len(values))
+
+    schema: Schema
+    mean: np.ndarray
+    deviation: np.ndarray
+    gaps: np.ndarray
+    scaled: bool = True
+    """False: leave numbers as they are, and reject missing ones."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the features, before "is missing" is added."""
+        return features_of(self.schema)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the model's inputs."""
+        names = self.features
+        return (*names, *(f"{names[i]} is missing" for i in np.flatnonzero(self.gaps)))
+
+    def align(self, x: np.ndarray, schema: Schema, where: str = "The table") -> np.ndarray:
+        """Return a table's features in the common order; `where` names the table in errors.
+
+        A category that this table never met is 0. A column that it lacks, or one of another kind, is an error.
+        """
+        values = flat(x)
+        at, place = _positions(self.schema, schema, where), _places(schema)
+        for column in self.schema:
+            own, first = place[column.name]
+            if column.categories is not None and own.categories is None and np.isfinite(values[:, first]).any():
+                raise NestfedError(f"{where} holds numbers in column {column.name!r}, which is text elsewhere.")
+        if at == list(range(values.shape[1])):
+            return values.astype(np.float64)  # spares a copy of what may be large
+        never, gap = np.zeros((len(values), 1)), np.full((len(values), 1), np.nan)
+        return np.concatenate([values, never, gap], 1, dtype=np.float64)[:, at]
+
+    def squares(self, x: np.ndarray, schema: Schema, where: str = "The table") -> np.ndarray:
+        """Return each feature's sum of squared differences from the common mean: what a site shares second."""
+        values = self.align(x, schema, where)
+        squares: np.ndarray = (np.where(np.isfinite(values), values - self.mean, 0.0) ** 2).sum(0)
+        return squares
+
+    def __call__(self, x: np.ndarray, schema: Schema, where: str = "The table") -> Tensor:
+        """Return model inputs; examples of more than two axes keep their shape."""
+        values = torch.from_numpy(self.align(x, schema, where))
+        if self.scaled:
+            made = standardised(values, torch.from_numpy(self.mean), torch.from_numpy(self.deviation), self.marked)
+        elif not bool(torch.isfinite(values).all()):
+            raise NestfedError(f"{where} contains NaN: leave standardize=True, which fills in what is missing.")
+        else:
+            made = values.float()
+        return made if x.ndim == 2 else made.reshape(x.shape)
+
+    @property
+    def marked(self) -> list[int]:
+        """The positions of the features with gaps."""
+        return [int(i) for i in np.flatnonzero(self.gaps)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON."""
+        numbers = {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "gaps": self.gaps.tolist()}
+        return {"kind": "table", "columns": schema_to_json(self.schema), **numbers, "scaled": self.scaled}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> TableEncoding:
+        """Return what `to_json` wrote."""
+        mean, deviation = np.array(found["mean"], np.float64), np.array(found["deviation"], np.float64)
+        schema, gaps = schema_from_json(found["columns"]), np.array(found["gaps"], bool)
+        return cls(schema, mean, deviation, gaps, bool(found["scaled"]))
+
+
+NO_TABLE = TableEncoding((), np.zeros(0), np.zeros(0), np.zeros(0, bool))
+"""The encoding of examples that are no table, such as images."""
+
+
+def encode(tables: Mapping[str, tuple[np.ndarray, Schema]], *, mark_gaps: bool = True) -> TableEncoding:
+    """Return the encoding that sites agree on, given their training rows by site."""
+    sums = {f"Site {name}": Sums.of(x, schema) for name, (x, schema) in tables.items()}
+    found = merge(sums, mark_gaps=mark_gaps)
+    return finish(found, [found.squares(x, schema, f"Site {name}") for name, (x, schema) in tables.items()], sums)
+
+
+def merge(sites: Mapping[str, Sums], *, mark_gaps: bool = True) -> TableEncoding:
+    """Return the common schema and means; names such as "Site a" are for errors. `finish` adds the deviations."""
+    schema = common_schema(sites)
+    known, total = _totals(schema, sites)
+    gaps = known < sum(sums.rows for sums in sites.values())
+    return TableEncoding(schema, total / np.maximum(known, 1), np.ones(len(known)), gaps & mark_gaps)
+
+
+def finish(encoding: TableEncoding, squares: Iterable[np.ndarray], sites: Mapping[str, Sums]) -> TableEncoding:
+    """Return the encoding with the deviations that the sites' squared differences make."""
+    known, _ = _totals(encoding.schema, sites)
+    variance = sum(squares, np.zeros(len(known))) / np.maximum(known, 1)
+    return replace(encoding, deviation=deviation(variance, encoding.mean))
+
+
+def _totals(schema: Schema, sites: Mapping[str, Sums]) -> np.ndarray:
+    """Return every feature's known count and sum over all sites."""
+    return sum((sums.aligned(schema, site) for site, sums in sites.items()), np.zeros((2, sum(map(len, schema)))))
+
+
+def common_schema(sites: Mapping[str, Sums]) -> Schema:
+    """Return the columns in the order of the first site, with all sites' categories in alphabetical order.
+
+    Every site must have every column. A column without any known value goes with numbers and with text.
+    """
+    kinds: dict[str, dict[str, str]] = {}
+    categories: dict[str, set[str]] = {}
+    for site, sums in sites.items():
+        for name, (column, first) in _places(sums.schema).items():
+            kind = (
+                "text" if column.categories else "" if column.categories == () or not sums.known[first] else "numbers"
+            )
+            kinds.setdefault(name, {}).setdefault(kind, site)
+            categories.setdefault(name, set()).update(column.categories or ())
+    for name, by_kind in kinds.items():
+        for site, sums in sites.items():
+            if name not in _places(sums.schema):
+                holder = next(iter(by_kind.values()))
+                raise NestfedError(
+                    f"{site} has no column {name!r}, which {_inside(holder)} has: add it, or drop it everywhere."
+                )
+        if {"text", "numbers"} <= by_kind.keys():
+            raise NestfedError(
+                f"Column {name!r} holds text at {_inside(by_kind['text'])} but numbers at {_inside(by_kind['numbers'])}: "
+                "make them alike, or drop the column."
+            )
+    numbers = {
+        c.name for sums in sites.values() for c in sums.schema if c.categories is None and "text" not in kinds[c.name]
+    }
+    return tuple(Column(name, None if name in numbers else tuple(sorted(categories[name]))) for name in kinds)
+
+
+def _inside(where: str) -> str:
+    """Return a name as it stands inside a sentence."""
+    return where[:1].lower() + where[1:]
+
+
+def _places(schema: Schema) -> dict[str, tuple[Column, int]]:
+    """Return every column by name, with the position of its first feature."""
+    found, first = {}, 0
+    for column in schema:
+        found[column.name] = (column, first)
+        first += len(column)
+    return found
+
+
+def _positions(schema: Schema, own: Schema, where: str) -> list[int]:
+    """Return where each common feature is among a table's own; one past the end: category never met; two: gap."""
+    place = _places(own)
+    width = sum(map(len, own))
+    never, gap = width, width + 1
+    found: list[int] = []
+    for column in schema:
+        if column.name not in place:
+            raise NestfedError(f"{where} has no column {column.name!r}.")
+        mine, first = place[column.name]
+        if column.categories is None:
+            if mine.categories:
+                raise NestfedError(f"{where} holds text in column {column.name!r}, which is numbers elsewhere.")
+            found.append(first if mine.categories is None else gap)
+        else:
+            at = {category: first + i for i, category in enumerate(mine.categories or ())}
+            found += [at.get(category, never) for category in column.categories]
+    return found
 
 
 def deviation(variance: np.ndarray, mean: np.ndarray) -> np.ndarray:
@@ -140,13 +275,13 @@ def deviation(variance: np.ndarray, mean: np.ndarray) -> np.ndarray:
     return np.where(found <= 1e-12 * np.maximum(np.abs(mean), 1), 1.0, found)
 
 
-def standardised(x: np.ndarray, mean: np.ndarray, deviation: np.ndarray, gaps: np.ndarray) -> Tensor:
-    """Scale examples, fill what is missing with the mean, and tell of it in further features where there are gaps.
+def standardised(x: Tensor, mean: Tensor, deviation: Tensor, gaps: Sequence[int]) -> Tensor:
+    """Scale features, fill what is missing with the mean, and add "is missing" for the features in `gaps`.
 
-    What lies further than `FAR` deviations from the mean counts as that far: a typing error, or a rare 0/1 feature
-    scaled to 50, would otherwise decide which step size is stable.
+    A value further than `FAR` deviations from the mean counts as that far: a typing error, or a rare 0/1 feature scaled
+    to 50, would otherwise decide which step size is stable.
     """
-    missing = ~np.isfinite(x)
-    scaled = np.where(missing, 0.0, np.clip((x - mean) / deviation, -FAR, FAR))
-    told = [missing[:, gaps]] if x.ndim == 2 else []
-    return torch.from_numpy(np.concatenate([scaled, *told], 1).astype(np.float32))
+    values = x.double()
+    missing = ~torch.isfinite(values)
+    scaled = torch.where(missing, 0.0, ((values - mean) / deviation).clamp(-FAR, FAR))
+    return torch.cat([scaled, missing[:, gaps].double()], 1).float() if gaps else scaled.float()

@@ -23,6 +23,7 @@ import numpy as np
 
 from nestfed.core import DATASETS, NestfedError
 from nestfed.data import files, formats
+from nestfed.data.encoding import Column, schema_from_json, schema_to_json
 from nestfed.data.files import File, Found, Progress
 from nestfed.data.tables import Array, Dataset, load_table, read_eicu, read_heart
 
@@ -187,7 +188,7 @@ def _to_arrays(split: Split) -> tuple[dict[str, Array], dict[str, Any]]:
         if data is not None:
             arrays |= {f"{part}.x": data.x, f"{part}.y": data.y}
             arrays |= {f"{part}.column.{name}": column for name, column in data.columns.items()}
-            names[part] = {"features": data.features, "classes": data.classes}
+            names[part] = {"schema": schema_to_json(data.schema), "classes": data.classes}
     return arrays, names
 
 
@@ -197,7 +198,7 @@ def _from_arrays(arrays: dict[str, Array], names: dict[str, Any]) -> Split:
         begin = f"{part}.column."
         columns = {name.removeprefix(begin): a for name, a in arrays.items() if name.startswith(begin)}
         x, y = arrays[f"{part}.x"], arrays[f"{part}.y"]
-        parts[part] = Dataset(x, y, columns, tuple(note["features"]), tuple(note["classes"]))
+        parts[part] = Dataset(x, y, columns, schema_from_json(note.get("schema", ())), tuple(note["classes"]))
     return Split(**parts)
 
 
@@ -291,9 +292,9 @@ def _breast_cancer(found: Found) -> Split:
     from sklearn.datasets import load_breast_cancer
 
     bunch = load_breast_cancer()
-    features, classes = tuple(map(str, bunch.feature_names)), tuple(map(str, bunch.target_names))
+    schema, classes = tuple(map(Column, map(str, bunch.feature_names))), tuple(map(str, bunch.target_names))
     x, y = bunch.data.astype(np.float32), bunch.target.astype(np.int64)
-    return _quarter(Dataset(x, y, features=features, classes=classes))
+    return _quarter(Dataset(x, y, schema=schema, classes=classes))
 
 
 def _all_train(data: Dataset) -> Split:

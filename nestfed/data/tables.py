@@ -1,4 +1,4 @@
-"""Tables: the form every data set has in memory, and how CSV, Parquet and NPZ files get it."""
+"""Tables: the form every data set has in memory, and how to read CSV, Parquet and NPZ files into it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nestfed.core import NestfedError
+from nestfed.data.encoding import Column, Schema, features_of, numbered
 from nestfed.data.formats import bounded, read_npz, reading, refuse
 
 Array = npt.NDArray[Any]
@@ -32,14 +33,14 @@ class Dataset:
              text int32 (n,), the number of each word
     y        int64 (n,) labels, positions in `classes`; empty for text
     columns  further properties of each example, to split by: hospital, region, patient, alphabet, …
-    features names of the columns of a table x
+    schema   the columns of a table x, as `nestfed.data.encoding` has them; a text column is several 0/1 features
     classes  names of the labels; for text the vocabulary
     """
 
     x: Array
     y: Array
     columns: Mapping[str, Array] = field(default_factory=dict)
-    features: tuple[str, ...] = ()
+    schema: Schema = ()
     classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -48,8 +49,13 @@ class Dataset:
         for name, length in {**lengths, **{name: len(c) for name, c in self.columns.items()}}.items():
             if length != n:
                 raise NestfedError(f"A data set has {n:,} examples but {length:,} values of {name!r}: make them equal.")
-        if self.features and (self.x.ndim != 2 or self.x.shape[1] != len(self.features)):
+        if self.schema and (self.x.ndim != 2 or self.x.shape[1] != len(self.features)):
             raise NestfedError(f"A table has the shape {self.x.shape}, expected (n, {len(self.features)}) as named.")
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of a table's features: a column of numbers, or `column=category`."""
+        return features_of(self.schema)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -58,7 +64,7 @@ class Dataset:
         """Return the chosen rows (numbers, a slice or a mask), in the order given."""
         y = self.y[rows] if self.y.size else self.y
         columns = {name: column[rows] for name, column in self.columns.items()}
-        return Dataset(self.x[rows], y, columns, self.features, self.classes)
+        return Dataset(self.x[rows], y, columns, self.schema, self.classes)
 
 
 def load_table(
@@ -73,26 +79,43 @@ def load_table(
 
     Features: every column that is not the target, not in `columns` (kept to split by) and not in `drop`.
     Numbers and booleans become float32, with NaN where missing. A text column with at most 20 different
-    values becomes one 0/1 feature per value, named `column=value`, all 0 where missing; one with more
-    is refused. Sites with different texts get different features: turn such columns into numbers alike at every
-    site, or drop them. An .npz holds the features as the array x, the labels as the array called `target`.
+    values becomes one 0/1 feature per value, all 0 where missing; one with more is rejected, and so is text among
+    numbers. Sites may have different categories: `nestfed.data.encoding` aligns them. An .npz holds the features as
+    the array x, the labels as the array called `target`.
 
-    Labels: with `classes`, y is the position of the value in `classes` and any other value is refused. Sites
+    Labels: with `classes`, y is the position of the value in `classes` and any other value is rejected. Sites
     that hold one file each should give it, so that the same y means the same everywhere. Without it, whole
     numbers from 0 stay as they are, False and True become 0 and 1, and other values become 0, 1, … in sorted
     order, if there are at least two. `Dataset.classes` always says what each y means. A table with a single
     class is allowed if it is clear which one it is.
     """
     path = Path(path)
-    readers = {".csv": csv_columns, ".csv.gz": csv_columns, ".parquet": parquet_columns, ".npz": _npz}
+    return as_dataset(path, read_columns(path), target, columns=columns, drop=drop, classes=classes)
+
+
+def read_columns(path: Path) -> dict[str, Any]:
+    """Return the columns of a table's file, or the arrays of an .npz, as they are."""
+    readers = {".csv": _csv, ".csv.gz": _csv, ".parquet": _parquet, ".npz": _npz}
     reader = next((r for suffix, r in readers.items() if path.name.lower().endswith(suffix)), None)
     if reader is None:
-        raise NestfedError(f"{path} is no table by its name: expected one that ends in {', '.join(readers)}.")
+        raise NestfedError(f"{path} is not a table by its name: expected one that ends in {', '.join(readers)}.")
     if not path.is_file():
         raise NestfedError(f"{path} is {'a folder' if path.is_dir() else 'not there'}: expected the file of a table.")
     if path.stat().st_size == 0:
         raise refuse(path, "is empty", "a table")
-    table: dict[str, Any] = reader(path)
+    return reader(path)
+
+
+def as_dataset(
+    path: Path,
+    table: Mapping[str, Any],
+    target: str,
+    *,
+    columns: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    classes: Sequence[str] | None = None,
+) -> Dataset:
+    """Return what `read_columns` read as features and labels; `load_table` explains how."""
     for name in (target, *columns, *drop):
         require_column(path, name, table)
     if both := {target} & {*columns, *drop} or set(columns) & set(drop):
@@ -100,15 +123,14 @@ def load_table(
     kept = {name: column for name, column in table.items() if name not in {target, *columns, *drop}}
     if len(table[target]) == 0:
         raise refuse(path, "has no rows", "at least one")
-    x, features = _arrays(path, kept) if reader is _npz else _features(path, kept)
+    x, schema = _arrays(path, kept) if path.name.lower().endswith(".npz") else table_of(str(path), kept)
     y, names = _labels(path, target, table[target], classes)
     if len(x) != len(y):
         raise refuse(path, f"holds {len(x):,} examples and {len(y):,} labels", "as many labels as examples")
-    return Dataset(x, y, {name: _plain(table[name]) for name in columns}, features, names)
+    return Dataset(x, y, {name: _plain(table[name]) for name in columns}, schema, names)
 
 
-def csv_columns(path: Path) -> dict[str, Any]:
-    """Return the columns of a CSV file."""
+def _csv(path: Path) -> dict[str, Any]:
     pd = _pandas()
 
     def read(**options: Any) -> Any:
@@ -125,8 +147,7 @@ def csv_columns(path: Path) -> dict[str, Any]:
     return {name: frame[name] for name in names}
 
 
-def parquet_columns(path: Path) -> dict[str, Any]:
-    """Return the columns of a Parquet file."""
+def _parquet(path: Path) -> dict[str, Any]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as e:
@@ -156,14 +177,14 @@ def _distinct(path: Path, names: Sequence[str]) -> None:
 
 
 def require_column(path: Path, name: str, table: Mapping[str, Any]) -> None:
-    """Refuse a file without this column, with the nearest name that it has."""
+    """Reject a file without this column, and suggest the nearest name that it has."""
     if name not in table:
         near = difflib.get_close_matches(name, list(table), 1, 0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, list(table)[:20]))}."
         raise NestfedError(f"{path} has no column {name!r}: {hint}")
 
 
-def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, tuple[str, ...]]:
+def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, Schema]:
     """Return the x of an .npz: pixels stay bytes, everything else is a table of float32."""
     if "x" not in kept:
         raise NestfedError(f"{path} keeps its features in the array 'x': it cannot be target, column or dropped.")
@@ -174,54 +195,65 @@ def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, tuple[str, ..
         raise refuse(path, f"holds x as {x.dtype} of shape {x.shape}", "numbers of shape (n, features)")
     if x.dtype == np.uint8 and x.ndim > 2:
         return x, ()
-    return _finite(path, "x", x), tuple(f"x{i}" for i in range(x.shape[1])) if x.ndim == 2 else ()
+    return _finite(str(path), "x", x), numbered(x.shape[1]) if x.ndim == 2 else ()
 
 
-def _features(path: Path, kept: Mapping[str, Any]) -> tuple[Array, tuple[str, ...]]:
+def table_of(where: str, columns: Mapping[str, Any]) -> tuple[Array, Schema]:
+    """Return the columns of a data frame as numbers, and what each column is; `where` names the table in errors."""
     types = _pandas().api.types
-    made: dict[str, Array] = {}
-    for name, column in kept.items():
+    made: dict[Column, Array] = {}
+    for name, column in columns.items():
+        if column.dtype == object and types.infer_dtype(column, skipna=True) == "boolean":
+            column = column.astype("boolean")  # a gap among booleans must not turn them into texts
         if types.is_bool_dtype(column.dtype) or types.is_numeric_dtype(column.dtype):
             if column.dtype.kind == "c":
-                raise NestfedError(f"Column {name!r} of {path} holds complex numbers: name it in drop.")
-            made[name] = _finite(path, name, column.to_numpy(np.float64, na_value=np.nan))
+                raise NestfedError(f"Column {name!r} of {where} holds complex numbers: drop it.")
+            made[Column(name)] = _finite(where, name, column.to_numpy(np.float64, na_value=np.nan))[:, None]
         elif types.is_datetime64_any_dtype(column.dtype) or types.is_timedelta64_dtype(column.dtype):
-            raise NestfedError(f"Column {name!r} of {path} holds times: turn it into a number, or name it in drop.")
+            raise NestfedError(f"Column {name!r} of {where} holds times: turn it into a number, or drop it.")
         else:
-            made |= one_hot(name, _texts(path, name, column))
-    if not made:
-        raise NestfedError(f"{path} has no column left for features: expected at least one beside the target.")
-    return np.stack(list(made.values()), 1), tuple(made)
+            kind, values = one_hot(name, _texts(where, name, column))
+            made[kind] = values
+    if not any(map(len, made)):
+        raise NestfedError(f"{where} has no column left for features: expected at least one beside the target.")
+    return np.concatenate(list(made.values()), 1), tuple(made)
 
 
-def _texts(path: Path, name: str, column: Any) -> Any:
+def _texts(where: str, name: str, column: Any) -> Any:
     """Return a text column as it is, or say why it cannot become features."""
-    values = column.dropna()
-    if len(values) and not all(isinstance(v, str | bool | int | float) for v in values):
-        raise NestfedError(f"Column {name!r} of {path} holds neither numbers nor texts: name it in drop.")
-    values = values.astype(str)
-    if (count := values.nunique()) > MOST_VALUES:
-        numbers = _pandas().to_numeric(values, errors="coerce")
-        odd = values[numbers.isna()].iloc[0] if numbers.isna().any() else values.iloc[0]
+    known = column.dropna()
+    if len(known) and not all(isinstance(v, str | bool | int | float) for v in known):
+        raise NestfedError(f"Column {name!r} of {where} holds neither numbers nor texts: drop it.")
+    values = known.astype(str)
+    odd = np.flatnonzero(_pandas().to_numeric(values, errors="coerce").isna())
+    if 0 < 2 * len(odd) <= len(values) and str(column.dtype) != "category":
+        row = int(np.flatnonzero(column.notna())[odd[0]])
+        at = f"line {row + 2}" if where.lower().endswith((".csv", ".csv.gz")) else f"row {row + 1}"  # line 1: header
         raise NestfedError(
-            f"Column {name!r} of {path} holds {count:,} different texts such as {str(odd)[:40]!r}, expected numbers or "
-            f"at most {MOST_VALUES} texts: mend it, name it in columns to split by it, or name it in drop."
+            f"Column {name!r} of {where} holds the text {values.iloc[odd[0]][:40]!r} in {at} where its other values are "
+            "numbers: write a number there, or leave it empty if it is missing."
+        )
+    if (count := values.nunique()) > MOST_VALUES:
+        raise NestfedError(
+            f"Column {name!r} of {where} holds {count:,} different texts such as {values.iloc[0][:40]!r}, expected "
+            f"numbers or at most {MOST_VALUES} texts: correct it, drop it, or keep it as a column to split by."
         )
     return column.astype(object).where(column.isna(), column.astype(str))
 
 
-def one_hot(name: str, column: Any) -> dict[str, Array]:
-    """Return one 0/1 feature per different text, all 0 where it is missing."""
+def one_hot(name: str, column: Any) -> tuple[Column, Array]:
+    """Return a text column as one 0/1 feature per category, all 0 where it is missing."""
     values = column.astype(object).where(column.notna(), None).to_numpy(object)
-    return {f"{name}={v}": (values == v).astype(np.float32) for v in sorted({v for v in values if v is not None})}
+    found = tuple(sorted({v for v in values if v is not None}))
+    return Column(name, found), (values[:, None] == np.array(found, object)).astype(np.float32).reshape(len(values), -1)
 
 
-def _finite(path: Path, name: str, values: Array) -> Array:
+def _finite(where: str, name: str, values: Array) -> Array:
     with np.errstate(over="ignore"):
         narrow: Array = values.astype(np.float32)
     if np.isinf(narrow).any():
         raise NestfedError(
-            f"Column {name!r} of {path} holds infinite values: replace them by numbers or leave them empty."
+            f"Column {name!r} of {where} holds infinite values: replace them by numbers or leave them empty."
         )
     return narrow
 
@@ -300,7 +332,13 @@ def read_heart(files: Mapping[str, Path]) -> Dataset:
     table = pd.concat(frames, ignore_index=True)
     x = table[list(range(13))].to_numpy(np.float32)
     y = (table[13] > 0).to_numpy(np.int64)
-    return Dataset(x, y, {"hospital": table["hospital"].to_numpy(np.str_)}, HEART_FEATURES, ("no disease", "disease"))
+    return Dataset(
+        x,
+        y,
+        {"hospital": table["hospital"].to_numpy(np.str_)},
+        tuple(map(Column, HEART_FEATURES)),
+        ("no disease", "disease"),
+    )
 
 
 # What is known of an eICU stay by the end of its first day, listed by name: whatever is not listed stays out.
@@ -333,25 +371,25 @@ def read_eicu(patient: Path, hospital: Path, aps: Path, pred: Path) -> Dataset:
     stays = stays[stays["hospitaldischargestatus"].isin(("Alive", "Expired"))]
     regions = _eicu(hospital, (place, "region")).set_index(place)["region"]
     pd = _pandas()
-    made: dict[str, Array] = {
+    numbers: dict[str, Array] = {
         "age": pd.to_numeric(stays["age"].replace("> 89", "90"), errors="coerce").to_numpy(np.float32),
         "hoursbefore": (-stays["hospitaladmitoffset"].where(stays["hospitaladmitoffset"] <= 0) / 60).to_numpy(
             np.float32
         ),
     }
-    made |= {name: stays[name].to_numpy(np.float32) for name in EICU_NUMBERS}
+    numbers |= {name: stays[name].to_numpy(np.float32) for name in EICU_NUMBERS}
     for path, names in ((aps, EICU_APS), (pred, EICU_PRED)):
         table = _eicu(path, (stay, *names)).drop_duplicates(stay).set_index(stay).reindex(stays[stay])
-        made |= {name: table[name].where(table[name] != -1).to_numpy(np.float32) for name in names}
-    for name in EICU_TEXTS:
-        made |= one_hot(name, stays[name])
+        numbers |= {name: table[name].where(table[name] != -1).to_numpy(np.float32) for name in names}
+    made = {Column(name): values[:, None] for name, values in numbers.items()}
+    made |= dict(one_hot(name, stays[name]) for name in EICU_TEXTS)
     columns = {
         "hospital": stays[place].to_numpy(np.int64),
         "region": stays[place].map(regions).fillna("unknown").to_numpy(np.str_),
         "patient": stays["uniquepid"].to_numpy(np.str_),
     }
     y = (stays["hospitaldischargestatus"] == "Expired").to_numpy(np.int64)
-    return Dataset(np.stack(list(made.values()), 1), y, columns, tuple(made), ("survived", "died"))
+    return Dataset(np.concatenate(list(made.values()), 1), y, columns, tuple(made), ("survived", "died"))
 
 
 def _eicu(path: Path, names: Sequence[str]) -> Any:

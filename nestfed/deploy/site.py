@@ -1,9 +1,9 @@
-"""From an experiment and one site's own data to the objects that its round needs, and to what it may tell of them.
+"""From an experiment and one site's own data to the objects that its round needs, and to what it may share of them.
 
-Before the first round every site tells `Facts`: counts, names of columns and classes, and for every feature of a table
-the count and the sum of its known values. The coordinator adds them up to a `Plan`, asks for the sums of squared
-differences from the common mean, and sends the finished plan to all. Later a site tells only `tally`: counts of
-scores, or sums of right answers and losses.
+Before the first round every site sends `Facts`: counts, classes, and for a table the `Sums` of its training rows. The
+coordinator adds them up (`merge`), asks for the sums of squared differences from the common mean (`spread`), and sends
+the finished `Agreement` to all (`finish`). Later a site sends only `tally`: counts of scores, or sums of right answers
+and losses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,11 @@ from torch import Tensor
 
 from nestfed import algorithms
 from nestfed.core import NestfedError
-from nestfed.data.encoding import Facts, Plan
+from nestfed.data import encoding
+from nestfed.data.encoding import NO_TABLE, Schema, Sums, TableEncoding
 from nestfed.data.partition import Summary
-from nestfed.data.tables import load_table
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
-from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, prepare
+from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
 from nestfed.experiment.spec import Experiment, hyper_parameters
 from nestfed.metrics import ScoreHistogram, ScoreTotals
 
@@ -45,32 +44,90 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Own:
+class Facts:
+    """What a site shares before the first round: counts and sums of its training examples, no rows."""
+
+    examples: int = 0
+    positives: int = 0
+    shape: tuple[int, ...] = ()
+    classes: tuple[str, ...] = ()
+    sums: Sums = Sums((), 0, np.zeros(0, np.int64), np.zeros(0))
+    """Of a table; empty if nothing has to be scaled in common."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all sites agree on beside the experiment."""
+
+    clients: int
+    shape: tuple[int, ...] = ()
+    """The shape of a model's input."""
+    classes: tuple[str, ...] = ()
+    p: float = 0.0
+    """The share of positives in the mixture of all sites."""
+    encoding: TableEncoding = NO_TABLE
+
+
+def merge(facts: Mapping[str, Facts], clients: int, by_examples: bool = False) -> Agreement:
+    """Return the agreement as far as counts and sums make it; names of sites are for errors."""
+    (first, model), *rest = facts.items()
+    for name, other in rest:
+        tables = bool(model.sums.schema), bool(other.sums.schema)
+        alike = len(model.shape) == len(other.shape) == 1 if all(tables) else model.shape == other.shape
+        if tables[0] != tables[1] or not alike:
+            raise NestfedError(
+                f"Sites {first} and {name} hold examples of different kinds or shapes "
+                f"({model.shape} and {other.shape}): all must read tables alike, or parts of one dataset."
+            )
+        if other.classes != model.classes:
+            raise NestfedError(
+                f"Sites {first} and {name} have different classes ({', '.join(model.classes)}; "
+                f"{', '.join(other.classes)}): list them in data.classes of the experiment."
+            )
+    # The share of positives in what the mean objective averages over, as `Prepared.positive_rate` has it.
+    rows = [f.examples if by_examples else 1 for f in facts.values()]
+    shares = [f.positives / max(f.examples, 1) for f in facts.values()]
+    p = sum(weight * share for weight, share in zip(rows, shares)) / max(sum(rows), 1)
+    found = Agreement(clients, model.shape, model.classes, p)
+    if not model.sums.schema:
+        return found
+    table = len(model.shape) == 1
+    made = encoding.merge(_sums(facts), mark_gaps=table)
+    return replace(found, encoding=made, shape=(len(made.inputs),) if table else model.shape)
+
+
+def finish(agreement: Agreement, squares: Sequence[np.ndarray], facts: Mapping[str, Facts]) -> Agreement:
+    """Return the agreement with the common deviations."""
+    return replace(agreement, encoding=encoding.finish(agreement.encoding, squares, _sums(facts)))
+
+
+def _sums(facts: Mapping[str, Facts]) -> dict[str, Sums]:
+    return {f"Site {name}": f.sums for name, f in facts.items()}
+
+
+@dataclass(frozen=True)
+class SiteExamples:
     """A site's examples as they are in its file, training and the rest apart."""
 
     prepared: Prepared
-    features: tuple[str, ...]
+    schema: Schema
     """Empty for images, which are ready."""
     classes: tuple[str, ...]
 
 
-def own(experiment: Experiment, place: Place) -> Own:
+def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     """Read a site's file and set its own test examples aside."""
     spec = replace(experiment.data, name="", file=place.file)
-    if not spec.target:
-        raise NestfedError(f"data.target must name the column of {place.file} that is to be predicted.")
-    table = load_table(
-        Path(place.file), spec.target, columns=spec.columns, drop=spec.drop, classes=spec.classes or None
-    )
-    images = table.x.dtype == np.uint8
+    whole, test = load_examples(spec)
+    images = whole.x.dtype == np.uint8
     raw: Callable[[np.ndarray], Tensor] | None = None if images else lambda x: torch.from_numpy(np.array(x))
-    made = prepare(spec, PartitionSpec("pooled"), experiment.run.seed, scaling=raw)
-    names = ("negative", "positive") if spec.binary or spec.positive else table.classes
-    return Own(made, () if images else table.features, names)
+    made = divide(spec, whole, test, PartitionSpec("pooled"), experiment.run.seed, scaling=raw)
+    names = ("negative", "positive") if spec.binary or spec.positive else whole.classes
+    return SiteExamples(made, () if images else as_table(whole)[1], names)
 
 
 def facts(experiment: Experiment, place: Place) -> Facts:
-    """Return what a site tells before the first round."""
+    """Return what a site shares before the first round."""
     if experiment.problem.name not in LABELLED:
         return Facts()
     if not place.file:
@@ -79,28 +136,16 @@ def facts(experiment: Experiment, place: Place) -> Facts:
         positives = int((made.y[rows] == 1).sum())
         names = tuple(map(str, range(made.classes)))
         return Facts(len(rows), positives, tuple(made.x.shape[1:]), names)
-    mine = own(experiment, place)
+    mine = own_examples(experiment, place)
     x, y = mine.prepared.x, mine.prepared.y
-    counts = {"examples": len(y), "positives": int((y == 1).sum()), "classes": mine.classes}
-    if not mine.features:
-        return Facts(shape=tuple(x.shape[1:]), **counts)  # type: ignore[arg-type]
-    values = x.numpy().astype(np.float64)
-    there = np.isfinite(values)
-    return Facts(
-        shape=tuple(x.shape[1:]),
-        features=mine.features,
-        known=there.sum(0).astype(np.int64),
-        total=np.where(there, values, 0.0).sum(0),
-        **counts,  # type: ignore[arg-type]
-    )
+    found = Facts(len(y), int((y == 1).sum()), tuple(x.shape[1:]), mine.classes)
+    return replace(found, sums=Sums.of(x.numpy(), mine.schema)) if mine.schema else found
 
 
-def spread(experiment: Experiment, place: Place, plan: Plan) -> np.ndarray:
+def spread(experiment: Experiment, place: Place, agreement: Agreement) -> np.ndarray:
     """Return a site's sums of squared differences from the common mean."""
-    mine = own(experiment, place)
-    values = plan.align(mine.prepared.x.numpy(), mine.features)
-    squares: np.ndarray = (np.where(np.isfinite(values), values - plan.mean, 0.0) ** 2).sum(0)
-    return squares
+    mine = own_examples(experiment, place)
+    return agreement.encoding.squares(mine.prepared.x.numpy(), mine.schema, place.file)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -109,50 +154,50 @@ def spread(experiment: Experiment, place: Place, plan: Plan) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Made:
-    """An experiment as objects for one site, and what it may tell of a model."""
+    """An experiment as objects for one site, and what it may share of a model."""
 
     assembly: Assembly
     tally: Callable[[Any], Arrays]
 
 
-def at_site(experiment: Experiment, place: Place, plan: Plan) -> Made:
+def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
     """Return the objects of a site."""
     if experiment.problem.name not in LABELLED:
         return Made(assemble(experiment), lambda model: {})
     if place.file:
-        mine = own(experiment, place)
+        mine = own_examples(experiment, place)
         prepared = mine.prepared
-        if mine.features:
-            prepared = _scaled(prepared, lambda x: plan.scale(x.numpy(), mine.features))
+        if mine.schema:
+            prepared = _scaled(prepared, lambda x: agreement.encoding(x.numpy(), mine.schema, place.file))
         rows = prepared.parts[0]
         held = [prepared.test, prepared.validation]
     else:
         prepared = _divided(experiment)
         rows = _part(prepared, place.n)
-        held = [_share(h, place.n, plan.clients) for h in (prepared.test, prepared.validation)]
+        held = [_share(h, place.n, agreement.clients) for h in (prepared.test, prepared.validation)]
     # Only this site's number is ever drawn from, so all others may stand for the same rows.
-    prepared = replace(prepared, parts=[rows] * plan.clients, names=[str(n) for n in range(plan.clients)])
+    prepared = replace(prepared, parts=[rows] * agreement.clients, names=[str(n) for n in range(agreement.clients)])
     if not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
-    assembly = _build(experiment, prepared, plan)
+    assembly = _build(experiment, prepared, agreement)
     log_odds = experiment.problem.name == "classify"
     return Made(assembly, lambda model: _tally(model, prepared, held, log_odds))
 
 
-def at_coordinator(experiment: Experiment, plan: Plan) -> Assembly:
+def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     """Return the objects of the coordinator, who has no labelled examples and so evaluates nothing there."""
     if experiment.problem.name not in LABELLED:
         return assemble(experiment)
     # Two rows of zeros stand for examples that the coordinator must not have: the model needs their shape only.
-    x, y = torch.zeros((2, *plan.shape)), torch.tensor([0, 1])
-    rows = [np.arange(2)] * plan.clients
+    x, y = torch.zeros((2, *agreement.shape)), torch.tensor([0, 1])
+    rows = [np.arange(2)] * agreement.clients
     summary = Summary(np.zeros((0, 0), np.int64), (), ())
-    nobody = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, len(plan.classes), None, summary)
-    return _build(experiment, nobody, plan)
+    nobody = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, len(agreement.classes), None, summary)
+    return _build(experiment, nobody, agreement)
 
 
-def _build(experiment: Experiment, prepared: Prepared, plan: Plan) -> Assembly:
-    made = labelled(experiment, prepared, plan.p, experiment.run.seed)
+def _build(experiment: Experiment, prepared: Prepared, agreement: Agreement) -> Assembly:
+    made = labelled(experiment, prepared, agreement.p, experiment.run.seed)
     if not experiment.algorithm.name:
         raise NestfedError("The experiment names no algorithm: set algorithm.name.")
     algorithm = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))

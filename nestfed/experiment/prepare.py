@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nestfed.core import NestfedError
 from nestfed.data import partition
-from nestfed.data.encoding import Scaling, standardise
+from nestfed.data.encoding import Schema, encode, flat, numbered
 from nestfed.data.sources import Dataset, load, load_table
 
 _TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
@@ -25,6 +25,7 @@ PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "tiny-imagenet-200": _TINY,
 }
 """The usual mean and deviation per channel, of pixels in [0, 1]. Other images are left in [0, 1]."""
+Scaling = Callable[[np.ndarray], Tensor]
 KEEP_AS_FLOATS = 300_000_000
 """Images that need fewer bytes as floats are converted once, larger sets batch by batch."""
 
@@ -126,17 +127,29 @@ class Prepared:
         return x if self.transform is None else self.transform(x)
 
 
-def prepare(data: DataSpec, parts: PartitionSpec, seed: int, *, scaling: Scaling | None = None) -> Prepared:
+def prepare(data: DataSpec, parts: PartitionSpec, seed: int) -> Prepared:
     """Load, label, set aside, remove, divide and scale.
 
     The test set is the origin's, else a share set aside by `data.split`. If the clients hold the test set,
     the clients are made first, of the origin's training examples, and each keeps a share of its own for testing (and
-    of the rest for validation). A `scaling` from elsewhere takes the place of these examples' own.
+    of the rest for validation).
     """
+    return divide(data, *load_examples(data), parts, seed)
+
+
+def divide(
+    data: DataSpec,
+    whole: Dataset,
+    test: Dataset | None,
+    parts: PartitionSpec,
+    seed: int,
+    *,
+    scaling: Scaling | None = None,
+) -> Prepared:
+    """Do all of `prepare` but load. A `scaling` given here takes the place of the one that these examples make."""
     own_test = data.held_out == "clients"
     if data.remove not in ("", "positive", "negative"):
         raise NestfedError(f"data.remove must be 'positive' or 'negative', not {data.remove!r}.")
-    whole, test = _load(data)
     labels, classes = _labels(whole.y, len(whole.classes), data)
     if data.remove and classes != 2:
         raise NestfedError("data.remove needs two classes: set data.binary = true.")
@@ -163,7 +176,15 @@ def prepare(data: DataSpec, parts: PartitionSpec, seed: int, *, scaling: Scaling
         shares = _owned(owner[rows], len(names))
         if empty := [name for name, share in zip(names, shares) if not len(share)]:
             raise NestfedError(f"Client {empty[0]} has no training examples left: lower data.test, or merge clients.")
-    scale, later = _scaling(data.name, whole.x, rows) if scaling is None else (scaling, None)
+    if scaling is not None:
+        scale, later = scaling, None
+    elif whole.x.dtype == np.uint8:
+        scale, later = _pixels(data.name, whole.x, len(rows))
+    else:
+        x, schema = as_table(whole)
+        own = {name: (x[rows[share]], schema) for name, share in zip(names, shares)}
+        encoding = encode(own, mark_gaps=x.ndim == 2)
+        scale, later = lambda x: encoding(x, schema), None
     y = torch.from_numpy(labels)
 
     def held(chosen: np.ndarray) -> Held:
@@ -191,8 +212,13 @@ def prepare(data: DataSpec, parts: PartitionSpec, seed: int, *, scaling: Scaling
     )
 
 
-def _load(data: DataSpec) -> tuple[Dataset, Dataset | None]:
-    """Return the examples, and the origin's test set if it names one."""
+def as_table(data: Dataset) -> tuple[np.ndarray, Schema]:
+    """Return examples as a table and its schema; an array without names has numbered columns."""
+    return data.x, data.schema or numbered(flat(data.x[:1]).shape[1])
+
+
+def load_examples(data: DataSpec) -> tuple[Dataset, Dataset | None]:
+    """Return the examples that [data] names, and the origin's test set if it names one."""
     if bool(data.name) == bool(data.file):
         raise NestfedError("data needs a name or a file, and not both.")
     if data.file:
@@ -264,10 +290,8 @@ def _owned(owner: np.ndarray, clients: int) -> list[np.ndarray]:
     return [np.flatnonzero(owner == n) for n in range(clients)]
 
 
-def _scaling(name: str, x: np.ndarray, rows: np.ndarray) -> tuple[Scaling, Callable[[Tensor], Tensor] | None]:
-    """Return what turns examples into tensors, and what is left to be done batch by batch."""
-    if x.dtype != np.uint8:
-        return standardise(x[rows]), None
+def _pixels(name: str, x: np.ndarray, rows: int) -> tuple[Scaling, Callable[[Tensor], Tensor] | None]:
+    """Return what turns images into tensors, and what is left to do batch by batch."""
     mean, deviation = PIXELS.get(name, ((0.0,), (1.0,)))
     shape = (-1, *(1,) * (x.ndim - 2))
     factor = (1 / (255 * torch.tensor(deviation))).view(shape)
@@ -276,6 +300,6 @@ def _scaling(name: str, x: np.ndarray, rows: np.ndarray) -> tuple[Scaling, Calla
     def transform(pixels: Tensor) -> Tensor:
         return pixels.float().mul_(factor.to(pixels.device)).sub_(shift.to(pixels.device))
 
-    if 4 * x[:1].size * len(rows) <= KEEP_AS_FLOATS:
+    if 4 * x[:1].size * rows <= KEEP_AS_FLOATS:
         return lambda pixels: transform(torch.from_numpy(np.array(pixels))), None
     return lambda pixels: torch.from_numpy(np.array(pixels)), transform

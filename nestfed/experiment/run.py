@@ -19,7 +19,7 @@ from nestfed.core import DivergedError, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.experiment.spec import Experiment, from_tables, identity
-from nestfed.files import locked, write_atomically
+from nestfed.files import locked, write_atomically, write_model
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
@@ -123,7 +123,6 @@ def _simulate(
     profile: Callable[[Mapping[str, float]], None] | None = None,
 ) -> list[Record]:
     import torch
-    from safetensors.torch import save
 
     from nestfed.engine.simulate import simulate
 
@@ -148,11 +147,7 @@ def _simulate(
         profile(result.profile)
     if not leads():
         return result.history
-    if hasattr(result.model, "state_dict"):
-        tensors = {k: v.contiguous().clone() for k, v in result.model.state_dict().items()}
-    else:
-        tensors = {"x": result.x.contiguous()}
-    write_atomically(out / "model.safetensors", save(tensors))
+    write_model(out / "model.safetensors", result.model, result.x)
     if made.ranks is not None:
         from nestfed.report.scores import curves_of
 

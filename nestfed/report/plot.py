@@ -11,6 +11,8 @@ import numpy as np
 from nestfed.data.partition import Summary
 from nestfed.engine.round import Record
 from nestfed.report.drawing import pyplot, save
+from nestfed.report.page import Series
+from nestfed.report.summary import series_of
 
 AXES = {
     "round": "communication rounds",
@@ -101,38 +103,28 @@ def clients(summary: Summary, path: str | Path) -> Path:
     return save(figure, Path(path))
 
 
-def _shown(runs: Runs, metric: str) -> dict[str, list[dict[str, Any]]]:
-    return {name: [series(h, metric) for h in histories] for name, histories in runs.items()}
+def _shown(runs: Runs, metric: str) -> dict[str, Series | None]:
+    return {name: series_of(name, histories, metric) for name, histories in runs.items()}
 
 
-def _draw(panel: Any, shown: Mapping[str, Sequence[Mapping[str, Any]]], axis: str) -> None:
-    for i, (name, all_seeds) in enumerate(shown.items()):
+def _draw(panel: Any, shown: Mapping[str, Series | None], axis: str) -> None:
+    seeds: list[np.ndarray] = []
+    for i, (name, series) in enumerate(shown.items()):
         colour = COLOURS[i % len(COLOURS)]
-        length = min(len(s["value"]) for s in all_seeds)
-        across = np.mean([s[axis][:length] for s in all_seeds], 0)
-        values = np.array([s["value"][:length] for s in all_seeds])
-        mean = values.mean(0)
+        if series is None:
+            panel.plot([], [], color=colour, label=name)
+            continue
+        across, mean = series.at[axis], np.array(series.mean, float)
         panel.plot(across, mean, color=colour, label=name, linewidth=1.8)
-        if len(values) > 1:
-            deviation = values.std(0, ddof=1)
+        if series.sd:
+            deviation = np.array(series.sd, float)
             panel.fill_between(across, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
+        seeds += [np.array(values, float) for values in series.seeds or [series.mean]]
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
     panel.ticklabel_format(axis="x", style="sci", scilimits=(0, 4), useMathText=True)
-    finals = [v for s in shown.values() for one in s for v in one["value"]]
-    # The start is far below; what tells methods apart is the upper part.
-    if finals and max(finals) <= 1 and min(finals) >= 0:
-        late = [one["value"][max(1, len(one["value"]) // 4) :] for s in shown.values() for one in s]
-        low = min((min(values) for values in late if len(values)), default=min(finals))
-        panel.set_ylim(max(0.0, low - 0.05), min(1.0, max(finals) + 0.02))
-
-
-def series(history: Sequence[Record], metric: str) -> dict[str, Any]:
-    """Return a metric's values and what had been spent when each was taken."""
-    rows = [r for r in history if r.get(metric) is not None]
-    return {
-        "value": [r[metric] for r in rows],
-        "round": [r["round"] for r in rows],
-        "examples": [r["examples"] for r in rows],
-        "bytes": [r["bytes_up"] + r["bytes_down"] for r in rows],
-    }
+    # The start is far below; the upper part is where methods differ.
+    if seeds and max(values.max() for values in seeds) <= 1 and min(values.min() for values in seeds) >= 0:
+        late = [values[max(1, len(values) // 4) :] for values in seeds]
+        low = min((values.min() for values in late if len(values)), default=min(values.min() for values in seeds))
+        panel.set_ylim(max(0.0, low - 0.05), min(1.0, max(values.max() for values in seeds) + 0.02))

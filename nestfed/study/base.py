@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from nestfed.core import Algorithm, DivergedError, NestfedError, __version__
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.engine.round import Record
 from nestfed.engine.simulate import Result, simulate
+from nestfed.files import write_model
 from nestfed.models import build
 from nestfed.study import advice
 from nestfed.study.sites import Refused
@@ -166,8 +167,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         check_is_fitted(self)
         place = Path(directory)
         place.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().cpu().contiguous().clone() for k, v in self.module_.state_dict().items()}
-        save_file(state, place / "model.safetensors")
+        write_model(place / "model.safetensors", self.module_, None)
         told = {
             "format": FORMAT,
             "nestfed": __version__,

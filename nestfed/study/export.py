@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from nestfed.core import __version__
-from nestfed.data.encoding import FAR
+from nestfed.data.encoding import TableEncoding, standardised
 from nestfed.files import write_atomically
 from nestfed.metrics import find
 from nestfed.report import html
 from nestfed.report.page import Figure, Line, Page, Table
 from nestfed.study.base import Scores
 from nestfed.study.page import BEST, curves, sites_table
-from nestfed.study.sites import Columns
 from nestfed.study.train import Outcome, Trained
 
 
@@ -34,20 +33,16 @@ class Scorer(nn.Module):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, scale: Columns, model: Scores, calibration: tuple[float, float]) -> None:
+    def __init__(self, encoding: TableEncoding, model: Scores, calibration: tuple[float, float]) -> None:
         super().__init__()
-        plan, kind = scale.plan, torch.float32
         self.model, (self.a, self.b) = model, calibration
-        self.register_buffer("mean", torch.tensor(plan.mean, dtype=kind))
-        self.register_buffer("deviation", torch.tensor(plan.deviation, dtype=kind))
-        self.gaps = np.flatnonzero(plan.gaps).tolist()
+        self.register_buffer("mean", torch.from_numpy(encoding.mean))
+        self.register_buffer("deviation", torch.from_numpy(encoding.deviation))
+        self.gaps = encoding.marked
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (n, features) to probabilities."""
-        missing = torch.isnan(x)
-        scaled = torch.where(missing, 0.0, ((x - self.mean) / self.deviation).clamp(-FAR, FAR))
-        if self.gaps:
-            scaled = torch.cat([scaled, missing[:, self.gaps].to(x.dtype)], 1)
+        scaled = standardised(x, self.mean, self.deviation, self.gaps)
         scores = self.model(scaled)
         return torch.sigmoid(self.a * scores + self.b) if scores.dim() == 1 else torch.softmax(scores, 1)
 
@@ -225,7 +220,7 @@ def model_card(outcome: Outcome) -> str:
     )
     heads = " | ".join(f"{outcome.target} = {c}" for c in outcome.classes)
     split = f"whole values of `{outcome.grouped}`" if outcome.grouped else "single rows, by class"
-    gaps = int(est.scale_.plan.gaps.sum())
+    gaps = int(est.scale_.gaps.sum())
     poor = [n for n, c in zip(est.sites_.names, counts) if c.min() < 5]
     thin = f"\n- Almost no examples of the rarer class at: {', '.join(poor)}." if poor else ""
     inputs = ", ".join(f"`{f}`" for f in est.scale_.features[:40]) + (" …" if len(est.scale_.features) > 40 else "")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nestfed import models
 from nestfed.data.clients import Examples, Pairs
+from nestfed.data.encoding import Schema, numbered
 from nestfed.data.partition import Summary
 from nestfed.metrics import judge
 from nestfed.problems.auprc import AUPRC
@@ -22,7 +23,16 @@ from nestfed.problems.classify import Classify
 from nestfed.study import advice
 from nestfed.study.base import Federated, Scores
 from nestfed.study.batches import Balanced, BalancedAUROC
-from nestfed.study.sites import Refused, Scale, Site, as_features, common_scale, gather, scale_from_json
+from nestfed.study.sites import (
+    InputEncoding,
+    Refused,
+    Site,
+    as_table,
+    common_encoding,
+    encoding_from_json,
+    gather,
+    inputs,
+)
 
 
 class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-learn has no types
@@ -105,10 +115,8 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
             if len(sites) > 1:
                 advice.few_positives(self.sites_.names, positives, self.sites_.counts.sum(1).tolist())
         own = not isinstance(self.module, torch.nn.Module)
-        self.scale_: Scale = common_scale(sites, tell_gaps=own) if self.standardize else Scale()
-        if y is None and self.scale_.features:  # a site may not have met every text of a column
-            self.n_features_in_ = len({f.partition("=")[0] for f in self.scale_.features})
-        x = torch.cat([self.scale_(site.x, site.features) for site in sites])
+        self.scale_: InputEncoding = common_encoding(sites, scaled=self.standardize, mark_gaps=own)
+        x = torch.cat([inputs(self.scale_, site.x, site.schema, site.where) for site in sites])
         labels = torch.from_numpy(np.concatenate(codes).astype(np.int64))
         parts = np.split(np.arange(len(x)), np.cumsum([len(site) for site in sites])[:-1])
         outputs = 1 if len(self.classes_) == 2 else len(self.classes_)
@@ -151,7 +159,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
             _check_feature_names(self, X, reset=True)
             self.n_features_in_ = X.shape[1]
         else:
-            self.n_features_in_ = sites[0].x.shape[1] if sites[0].x.ndim > 1 else 1
+            self.n_features_in_ = len(sites[0].schema) or sites[0].x.shape[1]
 
     def _summary(self, sites: Sequence[Site], codes: Sequence[np.ndarray]) -> Summary:
         counts = np.stack([np.bincount(c, minlength=len(self.classes_)) for c in codes])
@@ -183,7 +191,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         if y is not None and self.site_column is not None:
             some, _ = self._without_sites(some)
         sites = gather(some, y, None, self.target)
-        x = torch.cat([self._scaled(site.x, site.features) for site in sites])
+        x = torch.cat([self._scaled(site.x, site.schema, site.where) for site in sites])
         labels = np.concatenate([site.y for site in sites])
         unknown = np.setdiff1d(labels, self.classes_)
         if len(unknown):
@@ -196,31 +204,26 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
     # -----------------------------------------------------------------------------------------------------
     # Using it
 
-    def _scaled(self, x: np.ndarray, features: tuple[str, ...]) -> Tensor:
-        expected = self.scale_.features
-        if expected and features and not set(features) & set(expected) and len(features) == len(expected):
-            features = expected  # an array for a model that was trained on a data frame
-        if features[:1] == ("x0",) and len(features) != self.n_features_in_:
+    def _scaled(self, x: np.ndarray, schema: Schema, where: str = "X") -> Tensor:
+        if schema == numbered(len(schema)) and len(schema) not in (0, self.n_features_in_):
             raise Refused(
-                f"X has {len(features)} features, but {type(self).__name__} is expecting {self.n_features_in_} features as "
+                f"X has {len(schema)} features, but {type(self).__name__} is expecting {self.n_features_in_} features as "
                 "input."
             )
-        lacking = [f for f in expected if "=" not in f and f not in features]
-        if features and lacking:
-            raise Refused(f"X has no column {lacking[0]!r}, which {type(self).__name__} was trained on.")
-        return self.scale_(x, features)
+        return inputs(self.scale_, x, schema, where)
 
     def _input(self, X: Any) -> Tensor:
         named = isinstance(self.site_column, str)
         if named or (self.site_column is not None and np.ndim(X) == 2 and np.shape(X)[1] == self.n_features_in_ + 1):
             X = self._without_sites(X)[0]
         # Sites that came as a list of data frames are matched by name below; scikit-learn has a word on the rest.
-        if hasattr(self, "feature_names_in_") or self.scale_.features[:1] in ((), ("x0",)):
+        unnamed = self.scale_.schema == numbered(len(self.scale_.schema))
+        if hasattr(self, "feature_names_in_") or unnamed:
             _check_feature_names(self, X, reset=False)
-        values, features = as_features(X)
+        values, schema = as_table(X)
         if not hasattr(X, "columns") and values.ndim == 2:
             _check_n_features(self, values, reset=False)
-        return self._scaled(values, features)
+        return self._scaled(values, schema)
 
     def _logits(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
@@ -284,7 +287,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
 
     def _restore(self, told: Mapping[str, Any]) -> None:
         self.classes_ = np.array(told["classes"], dtype=object if told["dtype"] == "object" else told["dtype"])
-        self.scale_ = scale_from_json(told["scale"])
+        self.scale_ = encoding_from_json(told["scale"])
         self.shape_ = tuple(told["shape"])
         self.calibration_ = tuple(told["calibration"])
         self.n_features_in_ = told["features"]

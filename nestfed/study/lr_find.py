@@ -108,11 +108,9 @@ def sweep(
     return Found(metric, tuple(order), tuple(found[lr] for lr in order))
 
 
-def pairs(sites: Sequence[Site]) -> dict[str, Any]:
-    """Return sites in the form that `fit` takes."""
-    import pandas as pd
-
-    return {s.name: (pd.DataFrame(s.x, columns=list(s.features)) if s.features else s.x, s.y) for s in sites if len(s)}
+def pairs(sites: Sequence[Site]) -> dict[str, Site]:
+    """Return the sites that have rows, in a form that `fit` takes."""
+    return {site.name: site for site in sites if len(site)}
 
 
 def apart(sites: Sequence[Site], share: float, seed: int) -> tuple[list[Site], list[Site]]:

@@ -20,15 +20,16 @@ from nestfed.problems.classify import cross_entropy
 from nestfed.problems.maml import MAML, squared_error
 from nestfed.study.base import Federated, Scores
 from nestfed.study.sites import (
+    InputEncoding,
     Refused,
-    Scale,
     Site,
     _entries,
     _is_pair,
     _site,
-    as_features,
-    common_scale,
-    scale_from_json,
+    as_table,
+    common_encoding,
+    encoding_from_json,
+    inputs,
 )
 
 
@@ -148,9 +149,9 @@ class FederatedMAML(Federated):
         sites = self._tasks_by_site(X)
         flat = [task for tasks in sites for task in tasks]
         seed = self._seed()
-        self.scale_: Scale = common_scale(flat, tell_gaps=not isinstance(self.module, torch.nn.Module))
-        self.n_features_in_ = flat[0].x.shape[1]
-        self.shape_ = tuple(self.scale_(flat[0].x[:1], flat[0].features).shape[1:])
+        self.scale_: InputEncoding = common_encoding(flat, mark_gaps=not isinstance(self.module, torch.nn.Module))
+        self.n_features_in_ = len(flat[0].schema) or flat[0].x.shape[1]
+        self.shape_ = tuple(inputs(self.scale_, flat[0].x[:1], flat[0].schema).shape[1:])
         self.outputs_ = 1
         if self.task == "classification":
             self.outputs_ = int(max(task.y.max() for task in flat)) + 1
@@ -201,11 +202,11 @@ class FederatedMAML(Federated):
 
     def _tensors(self, task: Site) -> tuple[Tensor, Tensor]:
         kind = torch.float32 if self.task == "regression" else torch.int64
-        return self.scale_(task.x, task.features), torch.from_numpy(np.asarray(task.y)).to(kind)
+        return inputs(self.scale_, task.x, task.schema, task.name), torch.from_numpy(np.asarray(task.y)).to(kind)
 
     def _input(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        return self.scale_(*as_features(X))
+        return inputs(self.scale_, *as_table(X))
 
     def _answers(self, outputs: Tensor) -> np.ndarray:
         if self.task == "regression":
@@ -248,7 +249,7 @@ class FederatedMAML(Federated):
         }
 
     def _restore(self, told: Mapping[str, Any]) -> None:
-        self.scale_ = scale_from_json(told["scale"])
+        self.scale_ = encoding_from_json(told["scale"])
         self.shape_, self.outputs_, self.n_features_in_ = tuple(told["shape"]), told["outputs"], told["features"]
         self._build(0)
         self.module_ = self._scores.module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from nestfed.core import __version__
 from nestfed.engine.round import Record
 from nestfed.report import html
-from nestfed.report.page import Curve, Curves, Page, Series, Table
+from nestfed.report.page import Curves, Page, Table
+from nestfed.report.summary import curves_of_runs
 
 if TYPE_CHECKING:
     from nestfed.data.partition import Summary
@@ -60,18 +62,6 @@ def _share(counts: np.ndarray) -> list[str]:
 
 def curves(histories: Mapping[str, Sequence[Record]], metrics: Sequence[str]) -> list[Curves]:
     """Return the metrics against rounds and costs, as far as the histories hold them."""
-    made = []
-    for metric in metrics:
-        series = []
-        for name, history in histories.items():
-            rows = [r for r in history if r.get(metric) is not None]
-            if rows:
-                at = {
-                    "round": [r["round"] for r in rows],
-                    "examples": [r["examples"] for r in rows],
-                    "bytes": [r["bytes_up"] + r["bytes_down"] for r in rows],
-                }
-                series.append(Series(name, at, [float(r[metric]) for r in rows]))
-        if series:
-            made.append(Curve(BEST.get(metric, metric), series))
-    return [Curves("Training", made)] if made else []
+    found = curves_of_runs({name: [history] for name, history in histories.items()}, metrics, "Training")
+    named = [replace(curve, metric=BEST.get(curve.metric, curve.metric)) for curve in found.curves]
+    return [replace(found, curves=named)] if named else []

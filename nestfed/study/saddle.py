@@ -14,7 +14,7 @@ from nestfed import models
 from nestfed.data.clients import Examples
 from nestfed.problems import Minimax
 from nestfed.study.base import Federated
-from nestfed.study.sites import Refused, Scale, as_features, common_scale, gather, scale_from_json
+from nestfed.study.sites import InputEncoding, Refused, as_table, common_encoding, encoding_from_json, gather, inputs
 
 
 class FederatedMinimax(Federated):
@@ -75,12 +75,12 @@ class FederatedMinimax(Federated):
         sites = gather(X, y, groups)
         seed = self._seed()
         own = not isinstance(self.module, torch.nn.Module)
-        self.scale_: Scale = common_scale(sites, tell_gaps=own) if self.standardize else Scale()
-        x = torch.cat([self.scale_(site.x, site.features) for site in sites])
+        self.scale_: InputEncoding = common_encoding(sites, scaled=self.standardize, mark_gaps=own)
+        x = torch.cat([inputs(self.scale_, site.x, site.schema, site.where) for site in sites])
         labels = torch.from_numpy(np.concatenate([site.y for site in sites]))
         number = torch.repeat_interleave(torch.arange(len(sites)), torch.tensor([len(site) for site in sites]))
         parts = np.split(np.arange(len(x)), np.cumsum([len(site) for site in sites])[:-1])
-        self.n_features_in_ = sites[0].x.shape[1]
+        self.n_features_in_ = len(sites[0].schema) or sites[0].x.shape[1]
         self.shape_ = tuple(x.shape[1:])
         self.site_names_ = [site.name for site in sites]
         model = self._model(self.shape_, self.outputs, seed)
@@ -95,7 +95,7 @@ class FederatedMinimax(Federated):
     def predict(self, X: Any) -> np.ndarray:
         """Return the model's outputs."""
         check_is_fitted(self)
-        return models.score(self.module_, self.scale_(*as_features(X))).numpy()
+        return models.score(self.module_, inputs(self.scale_, *as_table(X))).numpy()
 
     def _fitted(self) -> dict[str, Any]:
         return {
@@ -107,7 +107,7 @@ class FederatedMinimax(Federated):
         }
 
     def _restore(self, told: Mapping[str, Any]) -> None:
-        self.scale_ = scale_from_json(told["scale"])
+        self.scale_ = encoding_from_json(told["scale"])
         self.shape_, self.n_features_in_ = tuple(told["shape"]), told["features"]
         self.w_, self.site_names_ = np.array(told["w"], np.float32), list(told["sites"])
         self.module_ = self._model(self.shape_, self.outputs, 0)

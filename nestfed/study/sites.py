@@ -1,9 +1,9 @@
-"""From what people have (arrays, tensors, data frames, data sets, one per site) to sites alike, and their common scale."""
+"""From what users have (arrays, tensors, data frames, datasets, one per site) to sites alike, and their common encoding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,11 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import Tensor
 
 from nestfed.core import NestfedError
-from nestfed.data.encoding import Facts, Plan, deviation, finish, merge
-from nestfed.data.tables import _features
+from nestfed.data.encoding import Schema, TableEncoding, deviation, encode, numbered
+from nestfed.data.tables import table_of
+
+ALL = "all"
+"""The name of the only site, if the user gave one table."""
 
 
 class Refused(NestfedError, ValueError):
@@ -27,18 +30,23 @@ class Site:
     name: str
     x: np.ndarray
     y: np.ndarray
-    features: tuple[str, ...] = ()
-    """Names of a table's features; none for images and other arrays of more than two axes."""
+    schema: Schema = ()
+    """The columns of a table; none for images and other arrays of more than two axes."""
     group: np.ndarray | None = None
     """For each row what must not stand on both sides of a split, such as a patient."""
 
     def __len__(self) -> int:
         return len(self.x)
 
+    @property
+    def where(self) -> str:
+        """What errors call it."""
+        return "X" if self.name == ALL else f"Site {self.name}"
+
     def take(self, rows: np.ndarray) -> Site:
         """Return some of its rows."""
         group = None if self.group is None else self.group[rows]
-        return Site(self.name, self.x[rows], self.y[rows], self.features, group)
+        return Site(self.name, self.x[rows], self.y[rows], self.schema, group)
 
 
 def gather(x: Any, y: Any = None, groups: Any = None, target: str | None = None) -> list[Site]:
@@ -53,7 +61,7 @@ def gather(x: Any, y: Any = None, groups: Any = None, target: str | None = None)
                 "This estimator requires y to be passed, but the target y is None: give fit(X, y), or "
                 "fit([(X1, y1), (X2, y2), …]) with one entry for each site, or name the column by target=…."
             )
-        whole = _site("all", x if y is None else (x, y), target)
+        whole = _site(ALL, x if y is None else (x, y), target)
         return [whole] if groups is None else _by_group(whole, groups)
     if groups is not None:
         raise Refused("groups says which row belongs to which site, so it goes with fit(X, y, groups=…).")
@@ -99,16 +107,20 @@ def _entries(x: Any) -> list[tuple[str, Any]]:
     if isinstance(x, Mapping):
         found = [(str(name), entry) for name, entry in x.items()]
     elif _is_data(x) or (_is_pair(x) and not (_is_pair(x[0]) or _is_data(x[0]))):
-        found = [("all", x)]
+        found = [(ALL, x)]
     else:
         found = [(str(n), entry) for n, entry in enumerate(x)]
     if not found:
         raise Refused("There are no sites: give at least one (X, y).")
+    if twice := [name for name, _ in found if [n for n, _ in found].count(name) > 1]:
+        raise Refused(f"Two sites are called {twice[0]!r}: rename one of them.")
     return found
 
 
 def _site(name: str, entry: Any, target: str | None) -> Site:
-    where = "the data" if name == "all" else f"site {name}"
+    if isinstance(entry, Site):
+        return entry
+    where = "the data" if name == ALL else f"site {name}"
     if _is_pair(entry) and not _is_frame(entry):
         x, y = entry
     elif hasattr(entry, "column_names"):
@@ -121,13 +133,13 @@ def _site(name: str, entry: Any, target: str | None) -> Site:
         raise Refused(
             f"{where.capitalize()} is a {type(entry).__name__}, expected a pair (X, y), a data set or a data frame."
         )
-    values, features = as_features(x, where)
+    values, schema = as_table(x, where)
     labels = column_or_1d(_array(y), warn=True)
     if len(values) != len(labels):
         raise Refused(
             f"{where.capitalize()} holds {len(values)} examples and {len(labels)} labels; they must be equal."
         )
-    return Site(name, values, labels, features)
+    return Site(name, values, labels, schema)
 
 
 def _columns(where: str, table: Mapping[Any, Any], target: str | None) -> tuple[Any, Any]:
@@ -164,19 +176,19 @@ def _array(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def as_features(x: Any, where: str = "the data") -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return examples as an array of numbers, and the names of a table's features."""
+def as_table(x: Any, where: str = "the data") -> tuple[np.ndarray, Schema]:
+    """Return examples as an array of numbers, and the columns of a table; an array's are numbered."""
     if _is_frame(x):
         names = [str(c) for c in x.columns]
         if len(set(names)) < len(names):
             raise Refused(f"{where.capitalize()} has two columns of one name.")
-        values, features = _features(where, {n: x.iloc[:, i] for i, n in enumerate(names)})  # type: ignore[arg-type]
+        values, schema = table_of(where, {n: x.iloc[:, i] for i, n in enumerate(names)})
         if not len(values):
             raise Refused(f"Found array with 0 sample(s) in {where}, while a minimum of 1 is required.")
-        return values, features
+        return values, schema
     array = _array(x) if isinstance(x, Tensor) else x
     kept = check_array(array, allow_nd=True, ensure_all_finite="allow-nan", dtype="numeric", copy=False)
-    return kept, tuple(f"x{i}" for i in range(kept.shape[1])) if kept.ndim == 2 else ()
+    return kept, numbered(kept.shape[1]) if kept.ndim == 2 else ()
 
 
 def _by_group(whole: Site, groups: Any) -> list[Site]:
@@ -185,77 +197,25 @@ def _by_group(whole: Site, groups: Any) -> list[Site]:
         raise Refused(f"groups has shape {names.shape}, expected one site's name for each of {len(whole)} rows.")
     found = np.unique(names.astype(str))
     return [
-        Site(str(name), whole.x[rows], whole.y[rows], whole.features)
+        Site(str(name), whole.x[rows], whole.y[rows], whole.schema)
         for name in found
         for rows in [np.flatnonzero(names.astype(str) == name)]
     ]
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The common scale, from sums alone
-
-
-class Scale:
-    """What turns a site's numbers into a model's input; this one only changes their type."""
-
-    kind = "raw"
-
-    def __call__(self, x: np.ndarray, features: Sequence[str]) -> Tensor:
-        """Return the model's input."""
-        if not np.isfinite(x).all():
-            raise Refused("Input contains NaN: leave standardize=True, which fills in what is missing.")
-        return torch.from_numpy(np.array(x, dtype=np.float32))
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Names of the features that it expects; none if it does not care."""
-        return ()
-
-    def width(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a model's input for examples of a shape."""
-        return shape
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
-        return {"kind": self.kind}
+# The common encoding, from sums alone
 
 
 @dataclass(frozen=True)
-class Columns(Scale):
-    """A table, imputed and scaled feature by feature."""
-
-    plan: Plan
-    kind = "columns"
-
-    def __call__(self, x: np.ndarray, features: Sequence[str]) -> Tensor:
-        """Impute by the common mean, scale to the common deviation, tell what was missing."""
-        return self.plan.scale(x, features)
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """Names of the features."""
-        return self.plan.features
-
-    def width(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Features, and "is missing" for those with gaps."""
-        return self.plan.shape
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
-        p = self.plan
-        numbers = {"mean": p.mean.tolist(), "deviation": p.deviation.tolist(), "gaps": p.gaps.tolist()}
-        return {"kind": self.kind, "features": list(p.features), **numbers}
-
-
-@dataclass(frozen=True)
-class Channels(Scale):
-    """Images and other arrays, scaled channel by channel (axis 1)."""
+class Channels:
+    """What turns images and other arrays into model inputs: a scale for every channel (axis 1)."""
 
     mean: np.ndarray
     deviation: np.ndarray
-    kind = "channels"
+    schema: Schema = ()
 
-    def __call__(self, x: np.ndarray, features: Sequence[str]) -> Tensor:
+    def __call__(self, x: np.ndarray, schema: Schema = (), where: str = "The data") -> Tensor:
         """Scale."""
         if not np.isfinite(x).all():
             raise Refused("Input contains NaN: arrays of more than two axes must be complete.")
@@ -265,49 +225,56 @@ class Channels(Scale):
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON."""
-        return {"kind": self.kind, "mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
+        return {"kind": "channels", "mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
 
 
-def scale_from_json(told: Mapping[str, Any]) -> Scale:
+InputEncoding = TableEncoding | Channels
+"""What turns a site's examples into model inputs."""
+
+
+def encoding_from_json(found: Mapping[str, Any]) -> InputEncoding:
     """Return what `to_json` wrote."""
-    if told["kind"] == "raw":
-        return Scale()
-    if told["kind"] == "channels":
-        return Channels(np.array(told["mean"]), np.array(told["deviation"]))
-    gaps = np.array(told["gaps"], bool)
-    features = tuple(told["features"])
-    shape = (len(features) + int(gaps.sum()),)
-    plan = Plan(1, shape, (), 0.0, features, np.array(told["mean"]), np.array(told["deviation"]), gaps)
-    return Columns(plan)
+    if found["kind"] == "channels":
+        return Channels(np.array(found["mean"]), np.array(found["deviation"]))
+    return TableEncoding.from_json(found)
 
 
-def common_scale(sites: Sequence[Site], *, tell_gaps: bool) -> Scale:
-    """Return the scale that all sites agree on; each tells counts and sums, then sums of squares, and no rows."""
+def common_encoding(sites: Sequence[Site], *, scaled: bool = True, mark_gaps: bool = True) -> InputEncoding:
+    """Return the encoding that all sites agree on; each shares counts, sums and sums of squares, and no rows.
+
+    Without `scaled`, columns are only aligned. With `mark_gaps`, a feature with gaps gets an input "is missing".
+    """
+    if all(site.schema for site in sites):
+        try:
+            made = encode({site.name: (site.x, site.schema) for site in sites}, mark_gaps=scaled and mark_gaps)
+        except NestfedError as error:
+            raise Refused(str(error)) from None
+        return replace(made, scaled=scaled)
     shapes = {site.x.shape[1:] for site in sites}
-    if sites[0].features:
-        told = {site.name: _facts(site) for site in sites}
-        plan = merge(told, len(sites))
-        squares = []
-        for site in sites:
-            values = plan.align(site.x, site.features)
-            squares.append((np.where(np.isfinite(values), values - plan.mean, 0.0) ** 2).sum(0))
-        plan = finish(plan, squares, told)
-        if not tell_gaps:
-            gaps = np.zeros(len(plan.features), bool)
-            plan = Plan(plan.clients, (len(gaps),), (), 0.0, plan.features, plan.mean, plan.deviation, gaps)
-        return Columns(plan)
     if len(shapes) > 1:
         raise Refused(f"The sites' examples have different shapes: {', '.join(map(str, sorted(shapes)))}.")
+    channels = sites[0].x.shape[1]
+    if not scaled:
+        return Channels(np.zeros(channels), np.ones(channels))
     axes = (0, *range(2, sites[0].x.ndim))
-    count = sum(site.x.size / site.x.shape[1] for site in sites)
+    count = sum(site.x.size / channels for site in sites)
     mean = sum(site.x.sum(axes, dtype=np.float64) for site in sites) / count
     shape = (-1, *(1,) * (sites[0].x.ndim - 2))
-    squares_ = sum(((site.x - mean.reshape(shape)) ** 2).sum(axes, dtype=np.float64) for site in sites)
-    return Channels(mean, deviation(squares_ / count, mean))
+    squares = sum(((site.x - mean.reshape(shape)) ** 2).sum(axes, dtype=np.float64) for site in sites)
+    return Channels(mean, deviation(squares / count, mean))
 
 
-def _facts(site: Site) -> Facts:
-    values = site.x.astype(np.float64)
-    there = np.isfinite(values)
-    known, total = there.sum(0).astype(np.int64), np.where(there, values, 0.0).sum(0)
-    return Facts(len(site), 0, tuple(site.x.shape[1:]), (), site.features, known, total)
+def inputs(encoding: InputEncoding, x: np.ndarray, schema: Schema, where: str = "X") -> Tensor:
+    """Return model inputs of a table that may be an array without names; an array's columns are taken in order."""
+    if isinstance(encoding, TableEncoding):
+        if not schema:
+            raise Refused(f"{where} has the shape {x.shape}, expected a table of {len(encoding.schema)} columns.")
+        plain = all(column.categories is None for column in encoding.schema)
+        if schema == numbered(len(encoding.schema)) and plain:
+            schema = encoding.schema
+    try:
+        return encoding(x, schema, where)
+    except Refused:
+        raise
+    except NestfedError as error:
+        raise Refused(str(error)) from None

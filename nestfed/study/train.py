@@ -30,7 +30,8 @@ from nestfed.core import (
     positive,
     unknown,
 )
-from nestfed.data.tables import csv_columns, label_of, load_table, parquet_columns, require_column
+from nestfed.data.encoding import Sums, common_schema
+from nestfed.data.tables import as_dataset, label_of, read_columns, require_column
 from nestfed.engine.round import Record
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
 from nestfed.study.lr_find import Found, apart, pairs, sweep
@@ -66,17 +67,16 @@ def read_sites(
     if not paths:
         raise NestfedError("There are no files: name one table for each site, such as sites/*.csv.")
     names = _names(paths)
-    raw = [_raw(path) for path in paths]
+    raw = [_table(path) for path in paths]
     for path, table in zip(paths, raw):
         for name in (target, *drop, *([group] if group else [])):
             require_column(path, name, table)
-    no_features = {target, group, *drop}
-    empty = _kinds(paths, raw, no_features)
     classes = _classes(paths, raw, target, positive)
     sites = []
-    for name, path, lacking in zip(names, paths, empty):
-        read = load_table(path, target, columns=[group] if group else [], drop=[*drop, *lacking], classes=list(classes))
-        sites.append(Site(name, read.x, read.y, read.features, read.columns[group] if group else None))
+    for name, path, table in zip(names, paths, raw):
+        read = as_dataset(path, table, target, columns=[group] if group else [], drop=drop, classes=classes)
+        sites.append(Site(name, read.x, read.y, read.schema, read.columns[group] if group else None))
+    common_schema({f"Site {site.name}": Sums.of(site.x, site.schema) for site in sites})  # before any work
     return Sites(sites, classes)
 
 
@@ -89,52 +89,10 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _raw(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        what = "a folder" if path.is_dir() else "not there"
-        raise NestfedError(f"{path} is {what}: name the file of one table for each site.")
-    kind = path.name.lower()
-    if kind.endswith((".csv", ".csv.gz")):
-        return csv_columns(path)
-    if kind.endswith(".parquet"):
-        return parquet_columns(path)
-    raise NestfedError(f"{path} is no table by its name: expected one that ends in .csv, .csv.gz or .parquet.")
-
-
-def _kinds(paths: Sequence[Path], raw: Sequence[Mapping[str, Any]], other: set[str]) -> list[list[str]]:
-    """Refuse a column of numbers with text in it; return for each site the columns of text that it left empty."""
-    import pandas as pd
-
-    kinds: list[dict[str, str]] = []
-    for path, table in zip(paths, raw):
-        found = {}
-        for name, column in table.items():
-            if name in other:
-                continue
-            known = column.dropna()
-            if pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_bool_dtype(column.dtype):
-                found[name] = "numbers" if len(known) else "nothing"
-                continue
-            numbers = pd.to_numeric(known.astype(str), errors="coerce")
-            if len(known) and 2 * numbers.notna().sum() >= len(known):
-                odd = numbers.index[numbers.isna()]
-                row = int(odd[0]) + 2  # the header is line 1
-                raise NestfedError(
-                    f"Column {name!r} of {path} holds the text {str(known[odd[0]])[:40]!r} in line {row} where its other "
-                    "values are numbers: write a number there, or leave it empty if it is missing."
-                )
-            found[name] = "text" if len(known) else "nothing"
-        kinds.append(found)
-    columns = {name for found in kinds for name in found}
-    for name in sorted(columns):
-        by = {found.get(name, "nothing"): path for path, found in zip(paths, kinds)}
-        if "text" in by and "numbers" in by:
-            raise NestfedError(
-                f"Column {name!r} holds text in {by['text']} but numbers in {by['numbers']}: make them alike, "
-                "or leave the column out with --drop."
-            )
-    textual = {name for found in kinds for name, kind in found.items() if kind == "text"}
-    return [[name for name, kind in found.items() if kind == "nothing" and name in textual] for found in kinds]
+def _table(path: Path) -> dict[str, Any]:
+    if path.name.lower().endswith(".npz"):
+        raise NestfedError(f"{path} has no named columns: expected a file that ends in .csv, .csv.gz or .parquet.")
+    return read_columns(path)
 
 
 def _classes(paths: Sequence[Path], raw: Sequence[Mapping[str, Any]], target: str, positive: str) -> tuple[str, ...]:
@@ -335,7 +293,7 @@ class _Judge:
 
     def scores(self, estimator: Any, model: Callable[[Tensor], Tensor]) -> np.ndarray:
         """Return a model's scores on the test rows."""
-        x = torch.cat([estimator._scaled(site.x, site.features) for site in self.test])
+        x = torch.cat([estimator._scaled(site.x, site.schema) for site in self.test])
         return models.score(model, x).double().numpy()
 
     def values(self, scores: np.ndarray, rows: Any = slice(None)) -> dict[str, float]:
@@ -436,15 +394,10 @@ def predict(place: Path, file: Path, out: Path) -> int:
     import pandas as pd
 
     estimator, told = load(place)
-    raw = _raw(file)
-    needed = dict.fromkeys(f.partition("=")[0] for f in estimator.scale_.features)
+    raw = _table(file)
+    needed = [column.name for column in estimator.scale_.schema]
     for name in needed:
         require_column(file, name, raw)
-    numbers = [f for f in estimator.scale_.features if f in raw]
-    _kinds([file], [{name: raw[name] for name in needed}], set())
-    for name in numbers:
-        if not pd.api.types.is_numeric_dtype(raw[name].dtype):
-            raise NestfedError(f"Column {name!r} of {file} holds text, but it was numbers in training.")
     frame = pd.DataFrame({name: raw[name] for name in needed})
     if not len(frame):
         raise NestfedError(f"{file} has no rows.")

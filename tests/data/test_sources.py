@@ -31,6 +31,7 @@ from PIL import Image
 from nestfed.cli.main import main
 from nestfed.core import DATASETS, NestfedError
 from nestfed.data import files, formats, sources, tables
+from nestfed.data.encoding import Column
 from nestfed.data.files import File, Found
 from nestfed.data.sources import Dataset, Source, Split, load, load_table
 
@@ -392,7 +393,7 @@ def test_dataset_refuses_unequal_lengths() -> None:
     with pytest.raises(NestfedError, match="hospital"):
         Dataset(np.zeros((2, 1)), np.zeros(2, np.int64), {"hospital": np.zeros(1)})
     with pytest.raises(NestfedError, match="shape"):
-        Dataset(np.zeros((2, 3)), np.zeros(2, np.int64), features=("a", "b"))
+        Dataset(np.zeros((2, 3)), np.zeros(2, np.int64), schema=(Column("a"), Column("b")))
     some = Dataset(np.arange(6).reshape(3, 2), np.arange(3), {"site": np.array(["a", "b", "c"])}).take([2, 0])
     assert some.y.tolist() == [2, 0]
     assert some.columns["site"].tolist() == ["c", "a"]
@@ -738,6 +739,19 @@ def test_table_round_trip(tmp_path: Path, name: str) -> None:
     assert load_table(path, "died", columns=["site"], drop=["ward", "smoker"]).features == ("age", "lactate")
 
 
+def test_a_gap_leaves_booleans_booleans(tmp_path: Path) -> None:
+    """Otherwise a site with a gap would have text where the others have numbers."""
+    table = load_table(write(tmp_path / "t.csv", "smoker,y\nTrue,0\n,1\nFalse,1\n"), "y")
+    assert table.schema == (Column("smoker"),)
+    assert np.array_equal(table.x[:, 0], [1, np.nan, 0], equal_nan=True)
+
+
+def test_text_columns_keep_names_and_categories_apart(tmp_path: Path) -> None:
+    table = load_table(write(tmp_path / "t.csv", "a=b,c,y\nu=v,1,0\nw,2,1\n,,1\n"), "y")
+    assert table.schema == (Column("a=b", ("u=v", "w")), Column("c"))
+    assert table.features == ("a=b=u=v", "a=b=w", "c")
+
+
 def test_npz_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
     x, y, site = np.arange(6.0).reshape(3, 2), np.array([2, 0, 1]), np.array(["a", "b", "a"])
@@ -813,7 +827,7 @@ def write(path: Path, text: str) -> Path:
         ("x,y\ninf,1\n", ("'x'", "infinite")),
         ("x,y\n1e39,1\n", ("'x'", "infinite")),
         ("x,y\n" + "".join(f"t{i},{i % 2}\n" for i in range(30)), ("'x'", "30 different texts", "'t0'", "drop")),
-        ("x,y\n" + "".join(f"{i},{i % 2}\n" for i in range(30)) + "?,1\n", ("'x'", "such as '?'")),
+        ("x,y\n" + "".join(f"{i},{i % 2}\n" for i in range(30)) + "?,1\n", ("'x'", "the text '?' in line 32")),
         ("x,y\n1,yes\n2,yes\n", ("only 'yes'", "classes")),
         ("x,y\n1,-1\n2,-1\n", ("only '-1'", "classes")),
         ("x,y\n1,99999\n", ("99999", "another column")),

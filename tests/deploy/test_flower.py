@@ -27,10 +27,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from support import HOMES, grouped, simulate
 
 from nestfed.core import Clients, NestfedError
-from nestfed.data.encoding import Plan
 from nestfed.deploy.flower import Custom, client_app, roster, server, server_app
 from nestfed.deploy.flower import federation as rounds_of
 from nestfed.deploy.flower.messages import read_plan, stamp_of
+from nestfed.deploy.site import Agreement
 from nestfed.engine.federation import Failing
 from nestfed.engine.options import Exchange
 from nestfed.engine.record import read as read_record
@@ -211,7 +211,7 @@ def test_what_leaves_a_site(name: str, tmp_path: Path) -> None:
     assert sent == read_record(tmp_path / "run" / "record.jsonl")[-1]["bytes_up"]
     for _, _, reply in shipped(grid, "query.hello"):
         assert set(reply.content) == {"site", "sums"}
-        counts = {"client", "site", "examples", "positives", "shape", "classes", "features"}
+        counts = {"client", "site", "examples", "positives", "shape", "classes", "columns"}
         assert set(reply.content["site"]) == stamp | counts
     assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "train"}
 
@@ -498,7 +498,7 @@ def test_a_run_goes_on_without_a_site_that_keeps_back(seconds: float, rounds: in
     grid = OffByOne(apps.apps, apps.configs, costs=costs, behind={102})
     fewer = {"sites": 5, "min_sites": 4, "deadline": 400.0}
     claim(tmp_path / "run", study)
-    server.write_plan(tmp_path / "run" / "plan.safetensors", Plan(5), "0123456789abcdef")
+    server.write_plan(tmp_path / "run" / "plan.safetensors", Agreement(5), "0123456789abcdef")
     coordinate(study, tmp_path, grid, **fewer)
     participants = [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")]
     assert participants[-3:] == [5, 5, 5], participants
@@ -859,18 +859,20 @@ def hospitals(tmp_path: Path, algorithm: dict[str, Any], problem: str, **section
 
 def test_scaling_comes_from_sums(tmp_path: Path) -> None:
     """Counts, sums and squared differences make the plan that the pooled rows would have made."""
-    from nestfed.data.encoding import standardise
-    from nestfed.deploy.site import Place, at_site, own
+    from nestfed.data.encoding import encode
+    from nestfed.deploy.site import Place, at_site, own_examples
 
     grid, experiment = hospitals(tmp_path, {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, "auroc")
     plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
-    assert plan.features == ("age", "cost", "ward=a", "ward=b", "ward=c")
+    encoding = plan.encoding
+    assert encoding.features == ("age", "cost", "ward=a", "ward=b", "ward=c")
     places = [Place(n, str(tmp_path / f"hospital-{n}.csv")) for n in range(3)]
-    mine = [own(experiment, place) for place in places]
-    rows = [plan.align(m.prepared.x.numpy(), m.features) for m in mine]
-    pooled = standardise(np.concatenate(rows))
+    mine = [own_examples(experiment, place) for place in places]
+    rows = [encoding.align(m.prepared.x.numpy(), m.schema) for m in mine]
+    pooled = encode({"all": (np.concatenate(rows), encoding.schema)})
     for n, (m, raw) in enumerate(zip(mine, rows)):
-        torch.testing.assert_close(plan.scale(m.prepared.x.numpy(), m.features), pooled(raw), rtol=1e-5, atol=1e-6)
+        ready = pooled(raw, encoding.schema)
+        torch.testing.assert_close(encoding(m.prepared.x.numpy(), m.schema), ready, rtol=1e-5, atol=1e-6)
         made = at_site(experiment, places[n], plan).assembly
         assert made.problem.p == pytest.approx(np.mean([float((m.prepared.y == 1).double().mean()) for m in mine]))
     assert rows[1].shape[1] == 5
@@ -878,7 +880,8 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
     names = {m.metadata.message_type for _, m, _ in grid.messages}
     assert names == {"query.hello", "query.spread", "train", "evaluate"}
     for _, _, reply in shipped(grid, "query.hello"):
-        assert all(a.numpy().shape == (len(reply.content["site"]["features"]),) for a in reply.content["sums"].values())
+        width = 4 + (reply.content["site"]["client"] == 1)  # only one hospital has ward c
+        assert payload(reply.content["sums"]) == {"known": ("int64", (width,)), "total": ("float64", (width,))}
     for _, _, reply in shipped(grid, "query.spread"):
         assert payload(reply.content["squares"]) == {"squares": ("float64", (5,))}
 
@@ -886,7 +889,7 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
 @pytest.mark.parametrize("problem", ["auroc", "auprc"])
 def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> None:
     from nestfed.data.clients import Examples, Pairs
-    from nestfed.deploy.site import Place, at_coordinator, own
+    from nestfed.deploy.site import Place, at_coordinator, own_examples
 
     algorithm: dict[str, Any] = (
         {"name": "fmgda", "c_hat": 0.1, "c": 0.1}
@@ -895,8 +898,8 @@ def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> 
     )
     _, experiment = hospitals(tmp_path, algorithm, problem)
     plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
-    mine = [own(experiment, Place(n, str(tmp_path / f"hospital-{n}.csv"))) for n in range(3)]
-    x = torch.cat([plan.scale(m.prepared.x.numpy(), m.features) for m in mine])
+    mine = [own_examples(experiment, Place(n, str(tmp_path / f"hospital-{n}.csv"))) for n in range(3)]
+    x = torch.cat([plan.encoding(m.prepared.x.numpy(), m.schema) for m in mine])
     y = torch.cat([m.prepared.y for m in mine])
     ends = np.cumsum([0, *(len(m.prepared.y) for m in mine)])
     parts = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
@@ -931,7 +934,7 @@ def test_a_run_that_grows_by_a_site(tmp_path: Path) -> None:
     orders = [m.content["order"] for node, m, _ in shipped(three, "train") if node == 102]
     assert [o["seen"] for o in orders] == [-1, 3]
     plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
-    np.testing.assert_array_equal(plan.mean, before.mean)  # as it was agreed at the start
+    np.testing.assert_array_equal(plan.encoding.mean, before.encoding.mean)  # as it was agreed at the start
 
 
 def test_weights_by_examples(tmp_path: Path) -> None:
@@ -946,14 +949,15 @@ def test_weights_by_examples(tmp_path: Path) -> None:
     assert len(set(sizes.values())) == 3
 
 
-def test_tables_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("column", ["age", "ward"])
+def test_a_column_that_a_site_lacks_is_an_error(column: str, tmp_path: Path) -> None:
     experiment = labelled("auroc", {"name": "fmgda"}, data={"name": "", "target": "died", "binary": False, "test": 0.3})
     paths = tables(tmp_path)
-    paths[1].write_text(paths[1].read_text().replace("age,", "years,", 1))
+    paths[1].write_text(paths[1].read_text().replace(f"{column},", "other,", 1))
     grid = federation(experiment, tmp_path, 3)
     for config, path in zip(grid.configs.values(), paths):
         config["data"] = str(path)
-    with pytest.raises(NestfedError, match="Site clinic-0 has no column 'years' of numbers"):
+    with pytest.raises(NestfedError, match=f"Site clinic-1 has no column '{column}', which site clinic-0 has"):
         coordinate(experiment, tmp_path, grid, sites=3)
 
 

@@ -81,7 +81,6 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @KINDS
-@pytest.mark.xfail(strict=True, reason="the engine counts only what a problem notes, until its rewrite is merged")
 def test_without_notes_the_engine_counts_rows_and_records_no_loss(kind: str) -> None:
     for mode in ("loop", "vmap"):
         history = run(kind, mode=mode).history

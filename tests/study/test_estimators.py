@@ -21,6 +21,7 @@ from torch import nn
 
 from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 from nestfed.core import DivergedError, NestfedError
+from nestfed.data.encoding import numbered
 from nestfed.data.partition import even
 from nestfed.problems import Simplex
 from nestfed.problems.auroc import AUROC
@@ -28,7 +29,7 @@ from nestfed.study import advice
 from nestfed.study.batches import Balanced, BalancedAUROC
 from nestfed.study.labelled import calibrate
 from nestfed.study.meta import TaskClients
-from nestfed.study.sites import common_scale, gather
+from nestfed.study.sites import common_encoding, gather
 
 pd = pytest.importorskip("pandas")
 
@@ -151,16 +152,16 @@ def test_the_scale_is_that_of_all_rows_together() -> None:
     rng = np.random.default_rng(0)
     sites = [(rng.normal(i, 1 + i, (20 + i, 3)), rng.integers(0, 2, 20 + i)) for i in range(3)]
     sites[0][0][3, 1] = np.nan
-    scale = common_scale(gather(sites), tell_gaps=True)
+    scale = common_encoding(gather(sites))
     whole = np.concatenate([x for x, _ in sites])
-    ready = scale(whole, ("x0", "x1", "x2")).numpy()
+    ready = scale(whole, numbered(3)).numpy()
     mean, deviation = np.nanmean(whole, 0), np.nanstd(whole, 0)
     wanted = np.nan_to_num((whole - mean) / deviation)
     assert_allclose(ready[:, :3], np.clip(wanted, -5, 5), atol=1e-5)
     assert_array_equal(ready[:, 3], np.isnan(whole[:, 1]))
     images = [(rng.integers(0, 255, (8, 2, 4, 4)).astype(np.uint8), np.arange(8) % 2) for _ in range(2)]
     both = np.concatenate([x for x, _ in images])
-    scaled = common_scale(gather(images), tell_gaps=False)(both, ()).numpy()
+    scaled = common_encoding(gather(images))(both, ()).numpy()
     assert_allclose(scaled.mean((0, 2, 3)), 0, atol=1e-5)
     assert_allclose(scaled.std((0, 2, 3)), 1, atol=1e-5)
 

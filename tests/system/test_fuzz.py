@@ -32,13 +32,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nestfed.deploy.remote import Answer, Coordinator
 from nestfed_papers.toys import Quadratic
 from test_contract import method, setting
 
 from nestfed.core import NestfedError
 from nestfed.data import formats
 from nestfed.data.tables import load_table
-from nestfed.deploy.remote import Answer, Coordinator
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.spec import from_tables, packaged, parse_overrides, read
@@ -279,7 +279,8 @@ def plan_seed() -> bytes:
     pytest.importorskip("nestfed.deploy.flower", reason="deployment is an extra")
     from safetensors.numpy import save
 
-    words = {"clients": 3, "shape": [2], "p": 0.5, "classes": ["0", "1"], "features": ["a", "b"]}
+    words = {"clients": 3, "shape": [2], "p": 0.5, "classes": ["0", "1"]}
+    words["columns"] = json.dumps([["a", None], ["b", ["u"]]])
     arrays = {"mean": np.zeros(2), "deviation": np.ones(2), "gaps": np.zeros(2, np.uint8)}
     return save(arrays, {"plan": json.dumps(words), "token": "0" * 16})
 

@@ -416,7 +416,7 @@ def _parts(found: Any) -> Values:
         "method": found.choice_.name,
         "lr": found.lr_,
         "model": dict(found.module_.state_dict()),
-        "scale": found.scale_.to_json(),
+        "scale": _scale(found.scale_),
         "records": records(found.history_),
     }
 
@@ -466,25 +466,32 @@ def trained(
 
 def encoded(files: Sequence[Path], target: str, *, group: str = "") -> Values:
     """Return what becomes of one table per site: the features, their common scale, and each site's first rows."""
+    from nestfed.data.encoding import features_of
     from nestfed.study import train
-    from nestfed.study.sites import common_scale
+    from nestfed.study.sites import common_encoding
 
     data = train.read_sites(files, target, group=group)
-    scale = common_scale(data.sites, tell_gaps=True)
+    scale = common_encoding(data.sites)
     return {
         "classes": list(data.classes),
-        "scale": scale.to_json(),
+        "scale": _scale(scale),
         "sites": {
             site.name: {
-                "features": list(site.features),
+                "features": list(features_of(site.schema)),
                 "labels": site.y.tolist(),
                 "raw": site.x[:3].tolist(),
-                "input": scale(site.x[:3], site.features).tolist(),
-                "inputs": scale(site.x, site.features),
+                "input": scale(site.x[:3], site.schema).tolist(),
+                "inputs": scale(site.x, site.schema),
             }
             for site in data.sites
         },
     }
+
+
+def _scale(found: Any) -> Values:
+    """Return how a table is scaled, feature by feature."""
+    numbers = {k: getattr(found, k).tolist() for k in ("mean", "deviation", "gaps")}
+    return {"kind": "columns", "features": list(found.features), **numbers}
 
 
 def _number(text: str) -> float | str:

@@ -19,6 +19,7 @@ from nestfed.deploy.flower.messages import (
     Custom,
     arrays_of,
     as_record,
+    facts_record,
     fields_of,
     mismatch,
     number_record,
@@ -139,19 +140,14 @@ def _site(study: Any, message: Message, context: Context) -> tuple[_Node, Mappin
 
 
 def _hello(study: Any, message: Message, context: Context) -> RecordDict:
-    from nestfed.data.encoding import Facts
-    from nestfed.deploy.site import facts
+    from nestfed.deploy.site import Facts, facts
 
     node, _ = _site(study, message, context)
     if isinstance(study, Custom):
         told = Facts(examples=as_clients(study.make().clients).examples(node.place.n))
     else:
         told = facts(study, node.place)
-    words = stamp_of(
-        study, client=node.place.n, site=node.name, examples=told.examples, positives=told.positives,
-        shape=list(told.shape), classes=list(told.classes), features=list(told.features),
-    )  # fmt: skip
-    return RecordDict({"site": words, "sums": number_record({"known": told.known, "total": told.total})})
+    return facts_record(told, stamp_of(study, client=node.place.n, site=node.name))
 
 
 def _spread(study: Any, message: Message, context: Context) -> RecordDict:

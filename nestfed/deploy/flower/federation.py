@@ -23,7 +23,7 @@ from nestfed.engine.options import Exchange
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
 
 if TYPE_CHECKING:
-    from nestfed.data.encoding import Plan
+    from nestfed.deploy.site import Agreement
 
 MOST_TALLY = 1_000_000
 """Bytes of a site's counts that are accepted."""
@@ -76,7 +76,7 @@ class Flower:
     """Runs rounds at sites. Their private fields stay with them; the order says which version to start from."""
 
     def __init__(
-        self, roster: Roster, plan: Plan, token: str, point: str, exchange: Exchange, *, sites_evaluate: bool
+        self, roster: Roster, plan: Agreement, token: str, point: str, exchange: Exchange, *, sites_evaluate: bool
     ) -> None:
         self.roster, self.plan, self.token, self.point, self.exchange = roster, plan, token, point, exchange
         self.sites_evaluate = sites_evaluate

@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError, __version__
+from nestfed.data.encoding import Schema, Sums, TableEncoding, schema_from_json, schema_to_json
 from nestfed.deploy.flower.gate import RejectedError
 from nestfed.engine.encode import Encoding, squeeze
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.files import write_atomically
 
 if TYPE_CHECKING:
-    from nestfed.data.encoding import Plan
+    from nestfed.deploy.site import Agreement, Facts
     from nestfed.experiment.build import Assembly
     from nestfed.experiment.spec import RunSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when messages change."""
 LOG = logging.getLogger("flwr")  # what `flwr run --stream` and a site's own terminal show
 
@@ -124,33 +125,72 @@ def fields_of(encoding: Encoding, record: ArrayRecord) -> dict[str, Tensor]:
     return {k: v.view(torch.bfloat16) for k, v in fields.items()} if encoding.down == "bfloat16" else fields
 
 
-def plan_record(plan: Plan) -> tuple[ConfigRecord, ArrayRecord]:
-    """Return the common plan as a message holds it."""
+def _columns(words: Mapping[str, Any]) -> Schema:
+    try:
+        return schema_from_json(json.loads(words["columns"]))
+    except RecursionError as error:  # hostile nesting
+        raise ValueError("the columns cannot be read") from error
+
+
+def facts_record(facts: Facts, words: ConfigRecord) -> RecordDict:
+    """Return what a site shares before the first round as a message holds it, after the message's first `words`."""
+    sums = facts.sums
+    words["examples"], words["positives"] = facts.examples, facts.positives
+    words["shape"], words["classes"] = list(facts.shape), list(facts.classes)
+    words["columns"] = json.dumps(schema_to_json(sums.schema))
+    return RecordDict({"site": words, "sums": number_record({"known": sums.known, "total": sums.total})})
+
+
+def facts_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Facts:
+    """Return the facts of a message; a ValueError, KeyError or TypeError if they do not fit together."""
+    from nestfed.deploy.site import Facts
+
+    sums = Sums(_columns(words), int(words["examples"]), arrays["known"], arrays["total"])
+    found = Facts(
+        int(words["examples"]), int(words["positives"]), tuple(words["shape"]), tuple(words["classes"]), sums
+    )  # fmt: skip
+    width = (sum(map(len, sums.schema)),)
+    good = sums.known.shape == sums.total.shape == width and np.isfinite(sums.total).all()
+    good = good and ((sums.known >= 0) & (sums.known <= sums.rows)).all()
+    if not good or not 0 <= found.positives <= found.examples:
+        raise ValueError("its counts and sums do not fit together.")
+    return found
+
+
+def plan_record(plan: Agreement) -> tuple[ConfigRecord, ArrayRecord]:
+    """Return what all sites agree on as a message holds it."""
     words: dict[str, Any] = {"clients": plan.clients, "shape": list(plan.shape), "p": plan.p}
-    words |= {"classes": list(plan.classes), "features": list(plan.features)}
-    arrays = {"mean": plan.mean, "deviation": plan.deviation, "gaps": plan.gaps}
-    return ConfigRecord(words), number_record(arrays)
+    words |= {"classes": list(plan.classes), "columns": json.dumps(schema_to_json(plan.encoding.schema))}
+    return ConfigRecord(words), number_record(_scaling(plan))
 
 
-def plan_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Plan:
-    """Return the plan of a message or a file."""
-    from nestfed.data.encoding import Plan
+def _scaling(plan: Agreement) -> dict[str, np.ndarray]:
+    encoding = plan.encoding
+    return {"mean": encoding.mean, "deviation": encoding.deviation, "gaps": encoding.gaps.astype(np.uint8)}
 
-    return Plan(
-        int(words["clients"]), tuple(words["shape"]), tuple(words["classes"]), float(words["p"]),
-        tuple(words["features"]), arrays["mean"], arrays["deviation"], arrays["gaps"].astype(bool),
+
+def plan_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Agreement:
+    """Return what all sites agree on, of a message or a file."""
+    from nestfed.deploy.site import Agreement
+
+    schema = _columns(words)
+    numbers = arrays["mean"], arrays["deviation"], arrays["gaps"].astype(bool)
+    if any(a.shape != (sum(map(len, schema)),) for a in numbers):
+        raise ValueError("the columns and their scales differ in number")
+    encoding = TableEncoding(schema, *numbers)
+    return Agreement(
+        int(words["clients"]), tuple(words["shape"]), tuple(words["classes"]), float(words["p"]), encoding
     )  # fmt: skip
 
 
-def write_plan(path: Path, plan: Plan, token: str) -> None:
-    """Keep the plan for a run that goes on."""
+def write_plan(path: Path, plan: Agreement, token: str) -> None:
+    """Keep the agreement for a run that is resumed."""
     words, _ = plan_record(plan)
-    arrays = {"mean": plan.mean, "deviation": plan.deviation, "gaps": plan.gaps.astype(np.uint8)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save_arrays(arrays, {"plan": json.dumps(dict(words)), "token": token}))
+    write_atomically(path, save_arrays(_scaling(plan), {"plan": json.dumps(dict(words)), "token": token}))
 
 
-def read_plan(path: Path) -> tuple[Plan, str] | None:
+def read_plan(path: Path) -> tuple[Agreement, str] | None:
     """Return the plan that was kept, and the run's token."""
     if not path.exists():
         return None

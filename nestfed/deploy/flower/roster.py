@@ -9,17 +9,16 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from nestfed.core import NestfedError
 from nestfed.deploy.flower.gate import RejectedError, TroubleError
 from nestfed.deploy.flower.mailbox import HELLO, Mailbox
-from nestfed.deploy.flower.messages import LOG, TROUBLES, arrays_of, mismatch, stamp_of
+from nestfed.deploy.flower.messages import LOG, TROUBLES, arrays_of, facts_of, mismatch, stamp_of
 
 if TYPE_CHECKING:
-    from nestfed.data.encoding import Facts
+    from nestfed.deploy.site import Facts
 
 POLL = 0.2
 """Seconds between two looks for answers."""
@@ -230,22 +229,11 @@ class Roster:
         return words
 
     def _facts(self, words: Mapping[str, Any], reply: Message) -> Facts:
-        from nestfed.data.encoding import Facts
-
         sums = reply.content.get("sums")
         try:
-            arrays = arrays_of(sums, 10_000_000) if isinstance(sums, ArrayRecord) else {}
-            told = Facts(
-                int(words["examples"]), int(words["positives"]), tuple(words["shape"]), tuple(words["classes"]),
-                tuple(words["features"]), arrays["known"], arrays["total"],
-            )  # fmt: skip
+            return facts_of(words, arrays_of(sums, 10_000_000) if isinstance(sums, ArrayRecord) else {})
         except (KeyError, TypeError, ValueError) as error:
             raise RejectedError("its counts and sums are not as asked.") from error
-        sizes = {len(told.known), len(told.total), len(told.features)}
-        good = len(sizes) == 1 and np.isfinite(told.total).all() and (told.known >= 0).all()
-        if not good or not 0 <= told.positives <= told.examples:
-            raise RejectedError("its counts and sums do not fit together.")
-        return told
 
     def wait(self, enough: Callable[[], bool], seconds: float = 0.0) -> bool:
         """Take in greetings until there are enough sites; tell whether there were in time, at most the deadline."""

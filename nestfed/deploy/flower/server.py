@@ -14,10 +14,8 @@ import numpy as np
 import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
-from safetensors.torch import save
 
 from nestfed.core import NestfedError, refuse_mismatch
-from nestfed.data.encoding import Plan, finish, merge
 from nestfed.deploy.flower.federation import Flower
 from nestfed.deploy.flower.gate import RejectedError
 from nestfed.deploy.flower.mailbox import HELLO
@@ -31,7 +29,7 @@ from nestfed.deploy.flower.messages import (
     write_plan,
 )
 from nestfed.deploy.flower.roster import POLL, Roster, Setup
-from nestfed.deploy.site import LABELLED, at_coordinator
+from nestfed.deploy.site import LABELLED, Agreement, at_coordinator, finish, merge
 from nestfed.engine import loop
 from nestfed.engine.privacy import Noise
 from nestfed.engine.progress import Progress
@@ -39,7 +37,7 @@ from nestfed.engine.round import Record, Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
-from nestfed.files import locked, write_atomically
+from nestfed.files import locked, write_atomically, write_model
 
 PREDECESSOR = 60.0
 """Seconds for the ServerApp of a SuperLink that was killed to notice, about ten, before the run is rejected."""
@@ -109,7 +107,7 @@ class Coordinator:
 
     # -- before the first round
 
-    def plan(self) -> tuple[Plan, str]:
+    def plan(self) -> tuple[Agreement, str]:
         """Return what all sites agree on: as it was before, or from what those who are there tell."""
         path = self.setup.out / "plan.safetensors"
         if found := read_plan(path):
@@ -126,13 +124,13 @@ class Coordinator:
         write_plan(path, plan, token)
         return plan, token
 
-    def _agree(self) -> Plan:
+    def _agree(self) -> Agreement:
         there = self.roster.nodes()
         if isinstance(self.study, Custom):
-            return Plan(self.setup.sites)
+            return Agreement(self.setup.sites)
         told = {self.roster.name(there[n]): self.roster.facts[n] for n in sorted(there)}
         plan = merge(told, self.setup.sites, self.study.exchange.weights == "examples")
-        if not plan.features:
+        if not plan.encoding.schema:
             return plan
         words, arrays = plan_record(plan)
         for node in there.values():
@@ -150,7 +148,7 @@ class Coordinator:
                         values = arrays_of(reply.content["squares"])["squares"]  # type: ignore[arg-type]
                     except (RejectedError, KeyError) as error:
                         raise NestfedError(f"Site {self.roster.name(node)} sent no sums of squares: {error}") from error
-                    if values.shape != plan.mean.shape or not np.isfinite(values).all() or (values < 0).any():
+                    if values.shape != plan.encoding.mean.shape or not np.isfinite(values).all() or (values < 0).any():
                         raise NestfedError(f"Site {self.roster.name(node)} sent invalid sums of squares.")
                     squares[number[node]] = values
                 elif kind == HELLO:
@@ -161,10 +159,7 @@ class Coordinator:
         return finish(plan, [squares[n] for n in sorted(squares)], told)
 
     def _finish(self, made: Assembly, x: torch.Tensor, book: RunDirectory) -> None:
-        model = made.problem.module(x)
-        tensors = model.state_dict() if isinstance(model, torch.nn.Module) else {"x": x}
-        content = save({k: v.contiguous().clone() for k, v in tensors.items()})
-        write_atomically(self.setup.out / "model.safetensors", content)
+        write_model(self.setup.out / "model.safetensors", made.problem.module(x), x)
         write_atomically(self.setup.out / "finished.json", json.dumps(book.history[-1]).encode())
 
 

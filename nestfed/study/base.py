@@ -25,7 +25,7 @@ from nestfed.models import build
 from nestfed.study import advice
 from nestfed.study.sites import Refused
 
-FORMAT = 1
+FORMAT = 2
 ATTEMPTS, SHRINK = 4, 4.0
 """How often training is begun with a step size of our own, and what it is divided by after it diverged."""
 

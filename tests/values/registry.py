@@ -32,8 +32,9 @@ class Tolerance:
 
 DOUBLE = Tolerance(1e-10, 1e-12)
 """For float64. The floor is for what is 0 but for rounding, such as the drift of a single client."""
-SINGLE = Tolerance(1e-4, 1e-6)
-"""For float32, where processors with other vector units add in another order. See CONTRIBUTING.md for how far off they are."""
+SINGLE = Tolerance(1e-4, 2e-5)
+"""For float32, where processors with other vector units add in another order. The floor is for scores near 0, which are
+sums of numbers near 1. From AVX-512 down to SSE4 no number of any case used more than a quarter of this."""
 BITS = Tolerance(0.0, 0.0)
 """For two runs on one machine, of code that was only moved."""
 

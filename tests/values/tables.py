@@ -74,6 +74,7 @@ def worst_mixture() -> Values:
 
 def only_numbers(draw: Callable[[], float]) -> Row:
     age, pressure, dose = round(20 + 60 * draw()), round(90 + 80 * draw(), 1), round(draw(), 3)
+    dose = 40.0 if draw() < 0.02 else dose  # so far out that it is cut off
     return {"age": age, "pressure": pressure, "dose": dose, "ill": int(age / 80 + pressure / 170 - dose + draw() > 1.4)}
 
 

@@ -330,6 +330,10 @@ class Algorithm(ABC, Generic[P, S]):
         """Make private fields usable again for a client that sat out the last round (before `receive`)."""
         return s
 
+    def restarts(self, t: int) -> bool:
+        """Tell whether iteration t starts an estimate anew, where a larger batch helps (`initial_batch`)."""
+        return t == 0
+
     def ends_round(self, t: int, q: int) -> bool:
         """Tell whether the clients synchronise after iteration t."""
         return (t + 1) % q == 0

@@ -144,9 +144,13 @@ class BSpiderBoost(Algorithm[Differentiable, Corrected]):
         """Start at x0."""
         return Corrected(x0, 0 * x0, x0)
 
+    def restarts(self, t: int) -> bool:
+        """Restart every `period` steps."""
+        return t % self.period == 0
+
     def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
-        """Restart the estimator every `period` steps, otherwise follow its change on one batch."""
+        """Restart the estimator, or follow its change on one batch."""
         u = problem.grad(s.x, batch)
-        if t % self.period:
+        if not self.restarts(t):
             u = s.u + u - problem.grad(s.last, batch)
         return Corrected(problem.project(s.x - at(self.alpha, t) * u), u, s.x)

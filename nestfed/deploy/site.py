@@ -17,19 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed import algorithms
 from nestfed.core import NestfedError
 from nestfed.data.encoding import Facts, Plan
 from nestfed.data.partition import Summary
 from nestfed.data.tables import load_table
 from nestfed.experiment.build import Assembly, Metrics, assemble, judged, labelled
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, prepare
-from nestfed.experiment.spec import Experiment, hyper_parameters
+from nestfed.experiment.spec import Experiment
 from nestfed.metrics import ScoreHistogram
+from nestfed.problems.objective import Labelled
 
 Arrays = dict[str, np.ndarray]
-LABELLED = ("classify", "auroc", "auprc")
-"""Problems on labelled examples: the sites evaluate. Of others the coordinator knows the truth itself."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def own(experiment: Experiment, place: Place) -> Own:
 
 def facts(experiment: Experiment, place: Place) -> Facts:
     """Return what a site tells before the first round."""
-    if experiment.problem.name not in LABELLED:
+    if not isinstance(experiment.problem, Labelled):
         return Facts()
     if not place.file:
         made = _divided(experiment)
@@ -115,7 +113,7 @@ class Made:
 
 def at_site(experiment: Experiment, place: Place, plan: Plan) -> Made:
     """Return the objects of a site."""
-    if experiment.problem.name not in LABELLED:
+    if not isinstance(experiment.problem, Labelled):
         return Made(assemble(experiment), lambda model: {})
     if place.file:
         mine = own(experiment, place)
@@ -132,28 +130,20 @@ def at_site(experiment: Experiment, place: Place, plan: Plan) -> Made:
     prepared = replace(prepared, parts=[rows] * plan.clients, names=[str(n) for n in range(plan.clients)])
     if not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
-    assembly = _build(experiment, prepared, plan)
+    assembly = labelled(experiment, prepared, plan.p, experiment.run.seed)
     return Made(assembly, lambda model: _tally(model, prepared, held))
 
 
 def at_coordinator(experiment: Experiment, plan: Plan) -> Assembly:
     """Return the objects of the coordinator, who has no labelled examples and so evaluates nothing there."""
-    if experiment.problem.name not in LABELLED:
+    if not isinstance(experiment.problem, Labelled):
         return assemble(experiment)
     # Two rows of zeros stand for examples that the coordinator must not have: the model needs their shape only.
     x, y = torch.zeros((2, *plan.shape)), torch.tensor([0, 1])
     rows = [np.arange(2)] * plan.clients
     summary = Summary(np.zeros((0, 0), np.int64), (), ())
     nobody = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, len(plan.classes), None, summary)
-    return _build(experiment, nobody, plan)
-
-
-def _build(experiment: Experiment, prepared: Prepared, plan: Plan) -> Assembly:
-    made = labelled(experiment, prepared, plan.p, experiment.run.seed)
-    if not experiment.algorithm.name:
-        raise NestfedError("The experiment names no algorithm: set algorithm.name.")
-    algorithm = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
-    return replace(made, algorithm=algorithm)
+    return labelled(experiment, nobody, plan.p, experiment.run.seed)
 
 
 def _divided(experiment: Experiment) -> Prepared:

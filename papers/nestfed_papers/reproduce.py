@@ -488,7 +488,7 @@ def minutes(found: Reproduction, budget: str) -> float:
                 trained, processes = trained * amount.seeds, processes * amount.seeds
             judged = VALIDATION * (trained / run.every + processes) + amount.seeds * (run.rounds / run.every + 1)
             trained += amount.seeds * run.rounds
-            share = experiment.problem.test_tasks / 600 if experiment.problem.name in ("omniglot", "sine") else 1.0
+            share = getattr(experiment.problem, "test_tasks", 600) / 600
             total += (
                 trained * price.round * times * amount.factors.get(case.data, amount.factor)
                 + judged * price.evaluation * share

@@ -645,7 +645,7 @@ def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **section
         "data": {"name": "digits", "binary": problem != "classify", "validation": 0.2},
         "partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.3},
         "model": {"name": "mlp", "hidden": [8]},
-        "problem": {"name": problem, "batch": 10, "outer": 3, "inner": 8},
+        "problem": {"name": problem, **({"outer": 3, "inner": 8} if problem == "auprc" else {"batch": 10})},
         "algorithm": algorithm,
         "run": {"rounds": rounds, "q": 4, "every": 2, "mode": "loop", "seed": 3},
     }
@@ -795,7 +795,7 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
     for n, (m, raw) in enumerate(zip(mine, rows)):
         torch.testing.assert_close(plan.scale(m.prepared.x.numpy(), m.features), pooled(raw), rtol=1e-5, atol=1e-6)
         made = at_site(experiment, places[n], plan).assembly
-        assert made.problem.p == pytest.approx(np.mean([float((m.prepared.y == 1).double().mean()) for m in mine]))
+        assert made.clients.p == pytest.approx(np.mean([float((m.prepared.y == 1).double().mean()) for m in mine]))
     assert rows[1].shape[1] == 5
     assert plan.shape == (6,)  # "age is missing"
     names = {m.metadata.message_type for _, m, _ in grid.messages}
@@ -808,7 +808,7 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("problem", ["auroc", "auprc"])
 def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> None:
-    from nestfed.data.clients import Examples, Pairs
+    from nestfed.data.clients import Balanced, Pairs
     from nestfed.deploy.site import Place, at_coordinator, own
 
     algorithm: dict[str, Any] = (
@@ -824,7 +824,7 @@ def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> 
     ends = np.cumsum([0, *(len(m.prepared.y) for m in mine)])
     parts = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
     made = at_coordinator(experiment, plan)
-    clients: Any = Examples((x, y), parts, batch=10) if problem == "auroc" else Pairs((x, y), parts, outer=3, inner=8)
+    clients: Any = Balanced((x, y), parts, batch=10) if problem == "auroc" else Pairs((x, y), parts, outer=3, inner=8)
     expected = simulate(made.problem, made.algorithm, clients, rounds=3, q=4, seed=3, mode="loop", progress=False)
     state = checkpointed(tmp_path)
     for field, value in expected.shared.items():

@@ -421,11 +421,12 @@ class _Server:
 
     def _made(self, plan: Plan) -> tuple[Assembly, bool]:
         """Return the coordinator's objects, and whether the sites evaluate."""
-        from nestfed.deploy.site import LABELLED, at_coordinator
+        from nestfed.deploy.site import at_coordinator
+        from nestfed.problems.objective import Labelled
 
         if isinstance(self.study, Custom):
             return self.study.make(), False
-        return at_coordinator(self.study, plan), self.study.problem.name in LABELLED
+        return at_coordinator(self.study, plan), isinstance(self.study.problem, Labelled)
 
     def _rounds(self, c: Coordinator, made: Assembly, tells: bool, plan: Plan, token: str) -> None:
         every = self.study.run.every

@@ -86,6 +86,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._things)
 
 
+METHODS: Registry[type[Algorithm[Any, Any]]] = Registry("algorithm")
 OBJECTIVES: Registry[Any] = Registry("problem")
 EXPERIMENTS: Registry[Path] = Registry("experiment")
 COMMANDS: Registry[Callable[..., None]] = Registry("command")
@@ -304,6 +305,24 @@ class Algorithm(ABC, Generic[P, S]):
     """Defined for one client only."""
     point: ClassVar[str] = "x"
     """The shared field that is the answer."""
+
+    family: ClassVar[str] = "plain"
+    """Where `nestfed list` shows it: plain, conditional, compositional or minimax."""
+    cites: ClassVar[tuple[str, ...]] = ()
+    """The BibTeX entries to cite."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Other names that `nestfed cite` knows it by."""
+    steps: ClassVar[tuple[str, ...]] = ("eta",)
+    """The hyper-parameters that are its step sizes."""
+    sizes: ClassVar[Mapping[str, str]] = {}
+    """The shared fields that are not of the model's size: "dual" (of w) or "inner value"."""
+    evaluations: ClassVar[int] = 1
+    """Points at which a step evaluates its batch."""
+
+    @classmethod
+    def usual(cls, lr: Schedule | None, *, rounds: int, q: int) -> dict[str, Any]:
+        """Return the hyper-parameters that one step size and the length of a run decide."""
+        return {} if lr is None else dict.fromkeys(cls.steps, lr)
 
     @property
     def server(self) -> Server:

@@ -110,7 +110,7 @@ def init(folder: Path, experiment: Experiment, sites: int) -> None:
 
 def check_experiment(experiment: Experiment, sites: int) -> None:
     """Refuse an experiment that cannot be deployed, before anything is written."""
-    from nestfed.algorithms import build, find
+    from nestfed.algorithms import METHODS, build
     from nestfed.engine.encode import Encoding
     from nestfed.experiment.spec import hyper_parameters
 
@@ -122,7 +122,7 @@ def check_experiment(experiment: Experiment, sites: int) -> None:
         raise NestfedError(f"The experiment names no algorithm: choose one with --method ({hint}).")
     build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
     Encoding.parse(experiment.run.encode)
-    if find(experiment.algorithm.name).single and sites > 1:
+    if METHODS[experiment.algorithm.name].single and sites > 1:
         raise NestfedError(f"{experiment.algorithm.name} is a single-machine method, but there are {sites} sites.")
     if experiment.run.failures:
         raise NestfedError("run.failures invents failures for a simulation; set it to 0, a deployment has its own.")

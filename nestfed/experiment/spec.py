@@ -126,13 +126,13 @@ class Experiment:
 
     def for_method(self, name: str) -> Experiment:
         """Return the experiment as one of its methods, or one of the library's algorithms, runs it."""
-        from nestfed.algorithms import find
+        from nestfed.algorithms import METHODS
 
         if name not in self.methods:
             if name == self.algorithm.name:
                 return self
             try:
-                find(name)
+                METHODS[name]
             except NestfedError as error:
                 if self.methods:
                     raise NestfedError(f"{error} This file's own methods are {', '.join(self.methods)}.") from error
@@ -149,9 +149,9 @@ class Experiment:
 
     def _with_algorithm(self, name: str) -> Experiment:
         """Return the experiment with another algorithm that keeps the hyper-parameters it also has."""
-        from nestfed.algorithms import find
+        from nestfed.algorithms import METHODS
 
-        known = {f.name for f in dataclasses.fields(find(name))}  # type: ignore[arg-type]
+        known = {f.name for f in dataclasses.fields(METHODS[name])}  # type: ignore[arg-type]
         tables = copy.deepcopy(dict(self.source))
         tables["algorithm"] = {"name": name, **{k: v for k, v in self.algorithm.hyper.items() if k in known}}
         return from_tables(tables)

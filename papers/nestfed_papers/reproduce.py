@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nestfed.algorithms import METHODS
 from nestfed.core import NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
@@ -473,7 +474,7 @@ def summary(evidence: Evidence) -> str:
 
 def minutes(found: Reproduction, budget: str) -> float:
     """Estimate a budget's minutes on two cores, tuning included, from measured seconds per round and evaluation."""
-    from nestfed_papers.reproductions.papers import COSTS, TWICE
+    from nestfed_papers.reproductions.papers import COSTS
 
     amount = found.at(budget)
     total = amount.minutes * 60 * CORES
@@ -481,8 +482,8 @@ def minutes(found: Reproduction, budget: str) -> float:
         experiment = case.build(amount)
         price = COSTS[amount.swap.get(case.experiment, case.experiment)]
         for name in experiment.methods:
-            run = experiment.for_method(name).run
-            times = 2.0 if name in TWICE else 1.0
+            variant = experiment.for_method(name)
+            run, times = variant.run, METHODS[variant.algorithm.name].evaluations
             trained, processes = _trial_rounds(experiment, name, amount)
             if case.splits:
                 trained, processes = trained * amount.seeds, processes * amount.seeds

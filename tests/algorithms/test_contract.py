@@ -15,7 +15,7 @@ import torch
 from cases import SEED, trace
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
 
-from nestfed.algorithms import TABLE, build
+from nestfed.algorithms import METHODS, build
 from nestfed.core import Algorithm, NestfedError
 from nestfed.data.clients import draw
 from nestfed.data.random import Streams
@@ -76,16 +76,16 @@ CASES: dict[str, Case] = {
     "fmgda": Case({"c_hat": 0.05, "c": 0.1, "alpha": 0.3}, "minimax", ("eta", "c_hat", "c"), ("alpha", "beta")),
 }
 Q = 3
-every = pytest.mark.parametrize("name", TABLE)
-federated = pytest.mark.parametrize("name", [name for name in TABLE if not TABLE[name].single])
+every = pytest.mark.parametrize("name", METHODS)
+federated = pytest.mark.parametrize("name", [name for name in METHODS if not METHODS[name].single])
 
 
 def method(name: str, **changes: Any) -> Algorithm[Any, Any]:
-    return TABLE[name](**{**CASES[name].hyper, **changes})
+    return METHODS[name](**{**CASES[name].hyper, **changes})
 
 
 def setting(name: str, N: int = 5, dtype: torch.dtype = torch.float64) -> cases.Setting:
-    return cases.SETTINGS[CASES[name].setting](1 if TABLE[name].single else N, dtype)
+    return cases.SETTINGS[CASES[name].setting](1 if METHODS[name].single else N, dtype)
 
 
 def run(name: str, rounds: int, *, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -103,7 +103,7 @@ def one_sentence(error: Any) -> str:
 
 
 def test_every_method_is_listed() -> None:
-    assert set(CASES) == set(TABLE)
+    assert set(CASES) == set(METHODS)
 
 
 @every
@@ -214,7 +214,7 @@ def test_vectorised_is_one_after_another(name: str) -> None:
     (shared, private, history), (shared2, private2, history2) = paths
     torch.testing.assert_close(shared, shared2, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(private, private2, rtol=1e-10, atol=1e-10)
-    assert not torch.equal(shared[0][TABLE[name].point], shared[-1][TABLE[name].point])
+    assert not torch.equal(shared[0][METHODS[name].point], shared[-1][METHODS[name].point])
     for one, two in zip(history, history2):
         for column in ("examples", "bytes_up", "bytes_down", "participants", "iteration"):
             assert one[column] == two[column]
@@ -225,7 +225,7 @@ def test_vectorised_is_one_after_another(name: str) -> None:
 @every
 def test_resumes_exactly(name: str, tmp_path: Path) -> None:
     """Also when clients sat out the round before the break, where there is more than one."""
-    participation = None if TABLE[name].single else 3
+    participation = None if METHODS[name].single else 3
     whole = run(name, 6, participation=participation)
     run(name, 3, participation=participation, directory=tmp_path)
     again = run(name, 6, participation=participation, directory=tmp_path)
@@ -240,7 +240,7 @@ def test_resumes_exactly(name: str, tmp_path: Path) -> None:
 def test_goes_down_on_a_convex_problem(name: str) -> None:
     """The gap to the optimum falls to a fifth and less on a problem of the method's kind with known truth."""
     case = CASES[name]
-    N = 1 if TABLE[name].single else 4
+    N = 1 if METHODS[name].single else 4
     toy: Any = {
         "plain": lambda: Quadratic(N, 3, zeta=0.0 if case.homogeneous else 1.0, condition=4.0, sigma=0.1, batch=2),
         "conditional": lambda: ConditionalToy(N, 3, zeta=0.3, sigma=0.3, inner=8, outer=4),
@@ -271,7 +271,7 @@ def test_partial_participation(name: str, failures: float) -> None:
     assert (min(took_part) < 3) == bool(failures)
     once = size(result.shared)
     assert once == sum(v.numel() * 8 for v in result.shared.values())
-    assert set(result.shared) == set(TABLE[name].shared)
+    assert set(result.shared) == set(METHODS[name].shared)
     for record, total in zip(result.history, itertools.accumulate(took_part)):
         assert record["bytes_up"] == total * once
         assert record["bytes_down"] == 3 * record["round"] * once
@@ -350,18 +350,18 @@ def test_refuses_other_kinds(name: str) -> None:
         Compositional(lambda u, o: u.sum(), lambda x, i: x, x, 3),
         Minimax(lambda x, w, b: x.sum(), x, x),
     )
-    refused = [p for p in others if not isinstance(p, TABLE[name].accepts)]
+    refused = [p for p in others if not isinstance(p, METHODS[name].accepts)]
     assert refused
     for problem in refused:
         with pytest.raises(NestfedError) as error:
             simulate(problem, method(name), s.clients, rounds=1)
         text = one_sentence(error)
         assert name in text
-        assert TABLE[name].accepts.kinds in text
+        assert METHODS[name].accepts.kinds in text
         assert type(problem).__name__ in text
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if TABLE[name].single])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].single])
 def test_single_machine_methods_refuse_company(name: str) -> None:
     s = cases.SETTINGS[CASES[name].setting](2)
     with pytest.raises(NestfedError, match="single-machine") as error:

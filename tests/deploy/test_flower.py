@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import SEED
-from test_contract import TABLE, method, setting
+from test_contract import METHODS, method, setting
 
 pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed[flower]'")
 
@@ -161,7 +161,7 @@ def simulated(name: str, rounds: int = 4, **options: Any) -> Any:
 COSTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_down")
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_equals_simulation(name: str, tmp_path: Path) -> None:
     sites = len(setting(name).clients)
     participation = 3 if sites > 1 else 0
@@ -187,13 +187,13 @@ def payload(record: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {k: (a.dtype, tuple(a.shape)) for k, a in record.items()}
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", METHODS)
 def test_what_leaves_a_site(name: str, tmp_path: Path) -> None:
     """Of a toy's rounds: the shared fields in their dtype, three numbers, and which round they are for. No more."""
     sites = len(setting(name).clients)
     grid = deploy(toy(name, rounds=2), tmp_path, sites)
     template = method(name).init(setting(name).problem, setting(name).problem.x0)
-    fields = {k: ("float64", tuple(getattr(template, k).shape)) for k in TABLE[name].shared}
+    fields = {k: ("float64", tuple(getattr(template, k).shape)) for k in METHODS[name].shared}
     stamp = {"protocol", "version", "digest"}
     sent = 0
     for _, order, reply in shipped(grid, "train"):
@@ -227,7 +227,7 @@ def script(monkeypatch: pytest.MonkeyPatch, absent: dict[int, int]) -> None:
     monkeypatch.setattr(Participation, "draw", draw)
 
 
-@pytest.mark.parametrize("name", [n for n in TABLE if not TABLE[n].single])
+@pytest.mark.parametrize("name", [n for n in METHODS if not METHODS[n].single])
 def test_a_lost_answer_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A site that computed a round whose answer never arrived goes on from its fields before that round."""
     absent = {2: 1, 3: 4}

@@ -160,6 +160,7 @@ class Metric:
         return min(values, key=self.signed)
 
 
+METHODS: Registry[type[Algorithm[Any, Any]]] = Registry("algorithm")
 OBJECTIVES: Registry[Any] = Registry("problem")
 DATASETS: Registry[Any] = Registry("dataset")  # data.sources.Source
 NETWORKS: Registry[Any] = Registry("network")  # models.Network
@@ -565,6 +566,24 @@ class Algorithm(ABC, Generic[P, S]):
     point: ClassVar[str] = "x"
     """The shared field that is the answer."""
 
+    family: ClassVar[str] = "plain"
+    """Where `nestfed list` shows it: plain, conditional, compositional or minimax."""
+    cites: ClassVar[tuple[str, ...]] = ()
+    """The BibTeX entries to cite."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Other names that `nestfed cite` knows it by."""
+    steps: ClassVar[tuple[str, ...]] = ("eta",)
+    """The hyper-parameters that are its step sizes."""
+    sizes: ClassVar[Mapping[str, str]] = {}
+    """The shared fields that are not of the model's size: "dual" (of w) or "inner value"."""
+    evaluations: ClassVar[int] = 1
+    """Points at which a step evaluates its batch."""
+
+    @classmethod
+    def usual(cls, lr: Schedule | None, *, rounds: int, q: int) -> dict[str, Any]:
+        """Return the hyper-parameters that one step size and the length of a run decide."""
+        return {} if lr is None else dict.fromkeys(cls.steps, lr)
+
     @property
     def server(self) -> Server:
         """What the server does with the mean."""
@@ -589,6 +608,10 @@ class Algorithm(ABC, Generic[P, S]):
     def rejoin(self, s: S, t: int) -> S:
         """Make private fields usable again for a client that sat out the last round (before `receive`)."""
         return s
+
+    def restarts(self, t: int) -> bool:
+        """Tell whether iteration t starts an estimate anew, where a larger batch helps (`initial_batch`)."""
+        return t == 0
 
     def ends_round(self, t: int, q: int) -> bool:
         """Tell whether the clients synchronise after iteration t."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nestfed.algorithms import server
 from nestfed.algorithms.average import FedAvg
+from nestfed.algorithms.references import CHEN_2020, KHANDURI_2021, REDDI_2021, WANG_2022, WU_2023_FAFED
 from nestfed.core import (
     Algorithm,
     Batch,
@@ -44,6 +45,7 @@ class FedAdam(_AdaptiveServer):
     """FedAdam (Reddi et al. 2021): FedAvg's clients, Adam without bias correction at the server."""
 
     name = "fedadam"
+    cites = (REDDI_2021,)
 
     @property
     def server(self) -> Server:
@@ -55,6 +57,7 @@ class FedYogi(_AdaptiveServer):
     """FedYogi (Reddi et al. 2021): FedAvg's clients, Yogi at the server."""
 
     name = "fedyogi"
+    cites = (REDDI_2021,)
 
     @property
     def server(self) -> Server:
@@ -66,6 +69,7 @@ class FedAdagrad(_AdaptiveServer):
     """FedAdagrad (Reddi et al. 2021): FedAvg's clients, Adagrad at the server."""
 
     name = "fedadagrad"
+    cites = (REDDI_2021,)
 
     @property
     def server(self) -> Server:
@@ -80,6 +84,7 @@ class FedAMS(_AdaptiveServer):
     epsilon: float = 1e-6
 
     name = "fedams"
+    cites = (WANG_2022,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +120,8 @@ class STEM(Algorithm[Differentiable, Recursive]):
     accepts = Differentiable
     shared = ("x", "d")
     private = ("last",)
+    cites = (KHANDURI_2021,)
+    evaluations = 2
 
     def __post_init__(self) -> None:
         positive(self, "eta")
@@ -168,6 +175,7 @@ class NaiveAdaptive(Algorithm[Differentiable, LocalAdaptive]):
     accepts = Differentiable
     shared = ("x",)
     private = ("v",)
+    cites = (CHEN_2020, WU_2023_FAFED)
 
     def __post_init__(self) -> None:
         positive(self, "eta")
@@ -217,6 +225,8 @@ class FAFED(Algorithm[Differentiable, Preconditioned]):
     accepts = Differentiable
     shared = ("x", "m", "v")
     private = ("last",)
+    cites = (WU_2023_FAFED,)
+    evaluations = 2
 
     def __post_init__(self) -> None:
         positive(self, "eta", "rho")

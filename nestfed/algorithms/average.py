@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestfed.algorithms.references import KARIMIREDDY_2020, LI_2020, MCMAHAN_2017
 from nestfed.algorithms.server import ControlVariates
 from nestfed.core import Algorithm, Batch, Differentiable, Schedule, Server, at, at_least, positive
 
@@ -30,6 +31,7 @@ class FedAvg(Algorithm[Differentiable, Point]):
     name = "fedavg"
     accepts = Differentiable
     shared = ("x",)
+    cites = (MCMAHAN_2017,)
 
     def __post_init__(self) -> None:
         positive(self, "eta")
@@ -60,6 +62,7 @@ class FedProx(Algorithm[Differentiable, Anchored]):
     name = "fedprox"
     accepts = Differentiable
     shared = ("x",)
+    cites = (LI_2020,)
 
     def __post_init__(self) -> None:
         positive(self, "eta")
@@ -105,6 +108,7 @@ class Scaffold(Algorithm[Differentiable, Controlled]):
     accepts = Differentiable
     shared = ("x", "c")
     private = ("own",)
+    cites = (KARIMIREDDY_2020,)
 
     def __post_init__(self) -> None:
         positive(self, "eta", "eta_g")

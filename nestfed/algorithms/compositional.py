@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nestfed.algorithms.average import Point
+from nestfed.algorithms.references import GAO_2022, HUANG_2021, WANG_2017, WANG_2021
 from nestfed.core import Algorithm, Batch, Composed, NestfedError, Schedule, at, first, positive, weight
 
 
@@ -21,6 +23,9 @@ class LocalBSGD(Algorithm[Composed, Point]):
     name = "local-bsgd"
     accepts = Composed
     shared = ("x",)
+    family = "compositional"
+    cites = (HUANG_2021,)
+    aliases = ("local-maml",)
 
     def __post_init__(self) -> None:
         positive(self, "eta")
@@ -55,6 +60,9 @@ class LocalSCGD(Algorithm[Composed, Tracked]):
     name = "local-scgd"
     accepts = Composed
     shared = ("x", "u")
+    family = "compositional"
+    cites: ClassVar[tuple[str, ...]] = (WANG_2017, GAO_2022)
+    sizes: ClassVar[Mapping[str, str]] = {"u": "inner value"}
 
     def __post_init__(self) -> None:
         positive(self, "eta")
@@ -78,6 +86,7 @@ class SCGD(LocalSCGD):
 
     name = "scgd"
     single = True
+    cites = (WANG_2017,)
 
 
 class TrackedMomentum(NamedTuple):
@@ -103,6 +112,10 @@ class LocalSCGDM(Algorithm[Composed, TrackedMomentum]):
     name = "local-scgdm"
     accepts = Composed
     shared = ("x", "u", "m")
+    family = "compositional"
+    cites = (GAO_2022,)
+    steps = ("beta",)
+    sizes: ClassVar[Mapping[str, str]] = {"u": "inner value"}
 
     def __post_init__(self) -> None:
         _check_weights(self)
@@ -158,6 +171,8 @@ class LocalMOML(Algorithm[Composed, Tasks]):
     accepts = Composed
     shared = ("x",)
     private = ("u", "met")
+    family = "compositional"
+    cites = (WANG_2021,)
 
     def __post_init__(self) -> None:
         positive(self, "eta")
@@ -197,6 +212,9 @@ class LocalSCGDMTasks(Algorithm[Composed, TasksMomentum]):
     accepts = Composed
     shared = ("x", "m")
     private = ("u", "met")
+    family = "compositional"
+    cites = (GAO_2022,)
+    steps = ("beta",)
 
     def __post_init__(self) -> None:
         _check_weights(self)

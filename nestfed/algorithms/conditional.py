@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nestfed.algorithms.average import Point
+from nestfed.algorithms.references import HU_2020, WU_2023_FCSG
 from nestfed.core import Algorithm, Batch, Differentiable, Schedule, at, at_least, first, positive, weight
 
 
@@ -23,6 +24,9 @@ class FCSG(Algorithm[Differentiable, Point]):
     name = "fcsg"
     accepts = Differentiable
     shared = ("x",)
+    family = "conditional"
+    cites = (WU_2023_FCSG,)
+    steps = ("alpha",)
 
     def __post_init__(self) -> None:
         positive(self, "alpha")
@@ -54,6 +58,9 @@ class FCSGM(Algorithm[Differentiable, Momentum]):
     name = "fcsg-m"
     accepts = Differentiable
     shared = ("x", "u")
+    family = "conditional"
+    cites = (WU_2023_FCSG,)
+    steps = ("alpha",)
 
     def __post_init__(self) -> None:
         positive(self, "alpha")
@@ -92,6 +99,10 @@ class AccFCSGM(Algorithm[Differentiable, Corrected]):
     accepts = Differentiable
     shared = ("x", "u")
     private = ("last",)
+    family = "conditional"
+    cites = (WU_2023_FCSG,)
+    steps = ("alpha",)
+    evaluations = 2
 
     def __post_init__(self) -> None:
         positive(self, "alpha")
@@ -118,6 +129,7 @@ class BSGD(FCSG):
 
     name = "bsgd"
     single = True
+    cites = (HU_2020,)
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,10 @@ class BSpiderBoost(Algorithm[Differentiable, Corrected]):
     shared = ("x", "u")
     private = ("last",)
     single = True
+    family = "conditional"
+    cites = (HU_2020,)
+    steps = ("alpha",)
+    evaluations = 2
 
     def __post_init__(self) -> None:
         positive(self, "alpha")
@@ -144,9 +160,13 @@ class BSpiderBoost(Algorithm[Differentiable, Corrected]):
         """Start at x0."""
         return Corrected(x0, 0 * x0, x0)
 
+    def restarts(self, t: int) -> bool:
+        """Restart every `period` steps."""
+        return t % self.period == 0
+
     def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
-        """Restart the estimator every `period` steps, otherwise follow its change on one batch."""
+        """Restart the estimator, or follow its change on one batch."""
         u = problem.grad(s.x, batch)
-        if t % self.period:
+        if not self.restarts(t):
             u = s.u + u - problem.grad(s.last, batch)
         return Corrected(problem.project(s.x - at(self.alpha, t) * u), u, s.x)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nestfed.algorithms.references import DENG_2021, FMGDA_2022, GUO_2020, SHARMA_2022, YUAN_2021
 from nestfed.algorithms.server import ControlVariates
 from nestfed.core import (
     Algorithm,
@@ -42,6 +45,10 @@ class LocalSGDA(Algorithm[Saddle, Players]):
     accepts = Saddle
     shared = ("theta", "w")
     point = "theta"
+    family = "minimax"
+    cites = (DENG_2021,)
+    steps = ("eta_theta", "eta_w")
+    sizes: ClassVar[Mapping[str, str]] = {"w": "dual"}
 
     def __post_init__(self) -> None:
         positive(self, "eta_theta", "eta_w")
@@ -83,6 +90,10 @@ class MomentumLocalSGDA(Algorithm[Saddle, PlayersMomentum]):
     accepts = Saddle
     shared = ("theta", "w", "d_theta", "d_w")
     point = "theta"
+    family = "minimax"
+    cites = (SHARMA_2022,)
+    steps = ("eta_theta", "eta_w")
+    sizes: ClassVar[Mapping[str, str]] = {"w": "dual", "d_w": "dual"}
 
     def __post_init__(self) -> None:
         positive(self, "eta_theta", "eta_w", "a", "beta")
@@ -129,6 +140,11 @@ class _Stages:
         if self.gamma != float("inf"):
             positive(self, "gamma")
 
+    @classmethod
+    def usual(cls, lr: Schedule | None, *, rounds: int, q: int) -> dict[str, Any]:
+        """Let the step fall threefold after a quarter of the rounds."""
+        return {"T0": q * max(1, math.ceil(rounds / 4)), **({} if lr is None else {"eta": lr})}
+
     def stage(self, t: int) -> tuple[int, int]:
         """Return the stage of iteration t and the iteration at which it began."""
         s, start = 0, 0
@@ -170,6 +186,10 @@ class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
     shared = ("theta", "w")
     private = ("ref", "stage")
     point = "theta"
+    family = "minimax"
+    cites = (YUAN_2021,)
+    aliases: ClassVar[tuple[str, ...]] = ("coda+",)
+    sizes: ClassVar[Mapping[str, str]] = {"w": "dual"}
 
     def ends_round(self, t: int, q: int) -> bool:
         """Synchronise every q iterations."""
@@ -202,6 +222,8 @@ class CODA(CODAPlus):
 
     name = "coda"
     accepts = SolvableSaddle
+    cites = (GUO_2020,)
+    aliases = ()
 
     def ends_round(self, t: int, q: int) -> bool:
         """Synchronise also after the re-estimation of w."""
@@ -245,6 +267,9 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
     shared = ("theta", "w", "c_theta", "c_w")
     private = ("ref", "stage", "own_theta", "own_w")
     point = "theta"
+    family = "minimax"
+    cites = (YUAN_2021,)
+    sizes: ClassVar[Mapping[str, str]] = {"w": "dual", "c_w": "dual"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -324,10 +349,23 @@ class FMGDA(Algorithm[Saddle, RecursivePlayers]):
     shared = ("theta", "w", "u", "v")
     private = ("last_theta", "last_w")
     point = "theta"
+    family = "minimax"
+    cites = (FMGDA_2022,)
+    aliases = ("fmsgda",)
+    steps = ("c_hat", "c")
+    sizes: ClassVar[Mapping[str, str]] = {"w": "dual", "v": "dual"}
+    evaluations = 2
 
     def __post_init__(self) -> None:
         positive(self, "eta", "c_hat", "c")
         weight(self, "alpha", "beta")
+
+    @classmethod
+    def usual(cls, lr: Schedule | None, *, rounds: int, q: int) -> dict[str, Any]:
+        """Return ĉ and c; a step that varies is η, as ĉ and c are numbers."""
+        if callable(lr):
+            return {"eta": lr, "c_hat": 1.0, "c": 1.0}
+        return super().usual(lr, rounds=rounds, q=q)
 
     def init(self, problem: Saddle, x0: Tensor) -> RecursivePlayers:
         """Start at θ0, w0."""

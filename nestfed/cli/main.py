@@ -13,7 +13,7 @@ import typer
 
 from nestfed.cli.deploy import deploy_app
 from nestfed.cli.study import lr_find_command, predict_command, train_command
-from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, NestfedError
+from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, Algorithm, NestfedError
 from nestfed.report.page import size
 
 if TYPE_CHECKING:
@@ -104,12 +104,12 @@ def list_() -> None:
     from rich.table import Table
 
     from nestfed import models  # noqa: F401 (registers the library's own)
-    from nestfed.algorithms import FAMILIES
+    from nestfed.algorithms import METHODS
     from nestfed.data import sources
-    from nestfed.experiment import build  # noqa: F401 (registers the library's own)
     from nestfed.experiment.spec import packaged
 
-    for family, methods in FAMILIES.items():
+    for family in dict.fromkeys(m.family for m in METHODS.values()):
+        methods = [m for m in METHODS.values() if m.family == family]
         kinds = sorted({m.accepts.kinds for m in methods})
         say(f"[bold]Algorithms: {family}[/bold] (for problems of kind {'; '.join(kinds)})")
         table = Table(box=None, pad_edge=False)
@@ -117,7 +117,7 @@ def list_() -> None:
             table.add_column(column, overflow="fold", no_wrap=column == "name")
         for method in methods:
             first = (method.__doc__ or "").strip().split("\n")[0]
-            table.add_row(method.name, "nothing" if method.single else _sent(family, method.shared), first)
+            table.add_row(method.name, _sent(method), first)
         say(table)
         say()
     say(f"Problems: {', '.join(OBJECTIVES)}\n")
@@ -126,12 +126,13 @@ def list_() -> None:
     say(f"Experiments: {', '.join(packaged())}")
 
 
-def _sent(family: str, fields: tuple[str, ...]) -> str:
+def _sent(method: type[Algorithm[Any, Any]]) -> str:
     """Return what a method sends each way in a round, in multiples of the model's size."""
-    small = {"minimax": ("w", "d_w", "c_w", "v"), "compositional": ("u",)}.get(family, ())
-    whole = [f for f in fields if f not in small]
-    rest = [f for f in fields if f in small]
-    extra = f" + {', '.join(rest)} (size of the {'dual' if family == 'minimax' else 'inner value'})" if rest else ""
+    if method.single:
+        return "nothing"
+    whole = [f for f in method.shared if f not in method.sizes]
+    rest = [f for f in method.shared if f in method.sizes]
+    extra = f" + {', '.join(rest)} (size of the {method.sizes[rest[0]]})" if rest else ""
     return f"{len(whole)} × model: {', '.join(whole)}{extra}"
 
 
@@ -382,8 +383,8 @@ def theory(
 
 @app.command()
 def cite(name: str) -> None:
-    """Print the BibTeX entry of a method."""
-    from nestfed.algorithms.cite import bibtex
+    """Print the BibTeX entries of a method or an objective."""
+    from nestfed.algorithms.references import bibtex
 
     sys.stdout.write(bibtex(name).strip() + "\n")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -41,6 +43,15 @@ def without_replacement(generator: np.random.Generator, n: int, size: int) -> np
     return generator.choice(n, size, replace=False, shuffle=False)
 
 
+def mean_rate(y: Tensor, parts: Sequence[np.ndarray]) -> float:
+    """Return the share of positives in what the clients' mean objective averages over: the mean of their own shares.
+
+    Clients weigh 1/N each whatever their sizes, so this, and not the share in all rows together, is the Pr(y=1)
+    of that mixture. A client sends two counts for it.
+    """
+    return fmean(float((y[part] == 1).double().mean()) for part in parts)
+
+
 @dataclass(frozen=True)
 class _Held(Clients):
     """Clients that hold parts of common arrays. Drawing yields indices, gathering turns them into a batch."""
@@ -64,6 +75,19 @@ class _Held(Clients):
             if part.min() < 0 or part.max() >= total:
                 raise NestfedError(f"Client {self.label(n)} has an index outside 0…{total - 1}.")
         object.__setattr__(self, "_streams", Streams(self.seed or 0))
+
+    @classmethod
+    def of(cls, sites: Mapping[str, Sequence[Any]], **options: Any) -> Self:
+        """Make clients from each site's own arrays by name: `Examples.of({"a": (x1, y1), "b": (x2, y2)}, batch=8)`."""
+        columns = [tuple(torch.as_tensor(array) for array in arrays) for arrays in sites.values()]
+        for name, held in zip(sites, columns):
+            if len(held) != len(columns[0]):
+                raise NestfedError(f"Site {name} has {len(held)} arrays, but others have {len(columns[0])}.")
+            if len({len(a) for a in held}) != 1:
+                raise NestfedError(f"The arrays of site {name} have different lengths: {[len(a) for a in held]}.")
+        ends = np.cumsum([0, *(len(held[0]) for held in columns)])
+        parts = [np.arange(start, end) for start, end in pairwise(ends)]
+        return cls(tuple(torch.cat(same) for same in zip(*columns)), parts, names=list(sites), **options)
 
     def label(self, n: int) -> str:
         """Return the client's name, or its number."""
@@ -132,6 +156,59 @@ class Examples(_Held):
 
 
 @dataclass(frozen=True)
+class Balanced(_Held):
+    """Clients for AUROC: batches (x, y, weight) are half positives, half negatives; the arrays are (x, y), y in {0, 1}.
+
+    With p_n the client's share of positives, p the mean of all, and k of b examples positive, a positive weighs
+    (p_n/2p)·b/k and a negative ((1−p_n)/2(1−p))·b/(b−k): in the mean over clients every positive counts as it does in
+    plain batches, and so does every negative. A client of one class draws from that class. `p` is given where other
+    clients' rows are not at hand.
+    """
+
+    batch: Size = field(default=32, kw_only=True)
+    p: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        p = mean_rate(self.arrays[1], self.parts) if self.p is None else self.p
+        if not 0 < p < 1:
+            raise NestfedError("Balanced needs positives and negatives: all examples are of one class.")
+        labels = self.arrays[1].cpu().numpy()
+        split = [(part[labels[part] == 1], part[labels[part] != 1]) for part in self.parts]
+        rates = np.array([len(positives) / (len(positives) + len(rest)) for positives, rest in split])
+        for name, value in (("_split", split), ("_rates", rates), ("_p", p)):
+            object.__setattr__(self, name, value)
+
+    def positives(self, n: int, t: int) -> int:
+        """Return how many of client n's batch at iteration t are positives."""
+        positives, negatives = self._split[n]  # type: ignore[attr-defined]
+        size = size_at(self.batch, t)
+        return 0 if not len(positives) else size // 2 if len(negatives) else size
+
+    def indices(self, n: int, t: int) -> np.ndarray:
+        """Draw positives, then negatives."""
+        positives, negatives = self._split[n]  # type: ignore[attr-defined]
+        k = self.positives(n, t)
+        generator = self._streams.at(Purpose.BATCH, n, t)  # type: ignore[attr-defined]
+        some = [
+            rows[without_replacement(generator, len(rows), size)]
+            for rows, size in ((positives, k), (negatives, size_at(self.batch, t) - k))
+            if size
+        ]
+        return np.concatenate(some)
+
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
+        """Add the weights."""
+        x, y = gathered
+        b, p = size_at(self.batch, t), self._p  # type: ignore[attr-defined]
+        k, rate = np.array([self.positives(n, t) for n in ns]), self._rates[list(ns)]  # type: ignore[attr-defined]
+        positive = rate / (2 * p) * b / np.maximum(k, 1)
+        negative = (1 - rate) / (2 * (1 - p)) * b / np.maximum(b - k, 1)
+        weight = np.where(np.arange(b) < k[:, None], positive[:, None], negative[:, None])
+        return x, y, torch.from_numpy(weight).to(x.device, x.dtype if x.is_floating_point() else torch.float32)
+
+
+@dataclass(frozen=True)
 class Pairs(_Held):
     """Clients for pairwise objectives such as AUPRC: b positives as outer samples, m examples as inner ones.
 
@@ -142,8 +219,8 @@ class Pairs(_Held):
     teaches nothing. One without negatives fills its inner batch with positives.
     """
 
-    outer: Size = field(default=4, kw_only=True)
-    inner: int = field(default=16, kw_only=True)
+    outer: Size = field(default=8, kw_only=True)
+    inner: int = field(default=24, kw_only=True)
     inner_positives: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

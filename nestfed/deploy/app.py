@@ -109,7 +109,7 @@ def init(folder: Path, experiment: Experiment, sites: int) -> None:
 
 def check_experiment(experiment: Experiment, sites: int) -> None:
     """Refuse an experiment that cannot be deployed, before anything is written."""
-    from nestfed.algorithms import build, find
+    from nestfed.algorithms import METHODS, build
     from nestfed.experiment.spec import hyper_parameters
 
     if sites < 1:
@@ -121,7 +121,7 @@ def check_experiment(experiment: Experiment, sites: int) -> None:
     build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
     if experiment.execution.device != "cpu":
         raise NestfedError(f"execution.device must be cpu: sites compute on it, not on {experiment.execution.device}.")
-    if find(experiment.algorithm.name).single and sites > 1:
+    if METHODS[experiment.algorithm.name].single and sites > 1:
         raise NestfedError(f"{experiment.algorithm.name} is a single-machine method, but there are {sites} sites.")
     if experiment.exchange.failures:
         raise NestfedError(

@@ -18,19 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed import algorithms
 from nestfed.core import NestfedError
 from nestfed.data import encoding
 from nestfed.data.encoding import NO_TABLE, Schema, Sums, TableEncoding
 from nestfed.data.partition import Summary
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
-from nestfed.experiment.spec import Experiment, hyper_parameters
+from nestfed.experiment.spec import Experiment
 from nestfed.metrics import ScoreHistogram, ScoreTotals
+from nestfed.problems.objective import Labelled
 
 Arrays = dict[str, np.ndarray]
-LABELLED = ("classify", "auroc", "auprc")
-"""Problems on labelled examples: the sites evaluate. Of others the coordinator knows the truth itself."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
 
 def facts(experiment: Experiment, place: Place) -> Facts:
     """Return what a site shares before the first round."""
-    if experiment.problem.name not in LABELLED:
+    if not isinstance(experiment.problem, Labelled):
         return Facts()
     if not place.file:
         made = _divided(experiment)
@@ -162,7 +160,7 @@ class Made:
 
 def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
     """Return the objects of a site."""
-    if experiment.problem.name not in LABELLED:
+    if not isinstance(experiment.problem, Labelled):
         return Made(assemble(experiment), lambda model: {})
     if place.file:
         mine = own_examples(experiment, place)
@@ -179,29 +177,21 @@ def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
     prepared = replace(prepared, parts=[rows] * agreement.clients, names=[str(n) for n in range(agreement.clients)])
     if not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
-    assembly = _build(experiment, prepared, agreement)
-    log_odds = experiment.problem.name == "classify"
+    assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed)
+    log_odds = experiment.problem.log_odds
     return Made(assembly, lambda model: _tally(model, prepared, held, log_odds))
 
 
 def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     """Return the objects of the coordinator, who has no labelled examples and so evaluates nothing there."""
-    if experiment.problem.name not in LABELLED:
+    if not isinstance(experiment.problem, Labelled):
         return assemble(experiment)
     # Two rows of zeros stand for examples that the coordinator must not have: the model needs their shape only.
     x, y = torch.zeros((2, *agreement.shape)), torch.tensor([0, 1])
     rows = [np.arange(2)] * agreement.clients
     summary = Summary(np.zeros((0, 0), np.int64), (), ())
     nobody = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, len(agreement.classes), None, summary)
-    return _build(experiment, nobody, agreement)
-
-
-def _build(experiment: Experiment, prepared: Prepared, agreement: Agreement) -> Assembly:
-    made = labelled(experiment, prepared, agreement.p, experiment.run.seed)
-    if not experiment.algorithm.name:
-        raise NestfedError("The experiment names no algorithm: set algorithm.name.")
-    algorithm = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
-    return replace(made, algorithm=algorithm)
+    return labelled(experiment, nobody, agreement.p, experiment.run.seed)
 
 
 def _divided(experiment: Experiment) -> Prepared:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from nestfed.core import NestfedError
 from nestfed.data import partition
+from nestfed.data.clients import mean_rate
 from nestfed.data.encoding import Schema, encode, flat, numbered
 from nestfed.data.sources import Dataset, load, load_table
 
@@ -115,12 +115,8 @@ class Prepared:
 
     @property
     def positive_rate(self) -> float:
-        """The share of positives in what the clients' mean objective averages over: the mean of their own shares.
-
-        Clients weigh 1/N each whatever their sizes, so this, and not the share in all rows together, is the Pr(y=1)
-        of that mixture. A client tells two counts for it.
-        """
-        return fmean(float((self.y[part] == 1).double().mean()) for part in self.parts)
+        """The mean over clients of their share of positives."""
+        return mean_rate(self.y, self.parts)
 
     def ready(self, x: Tensor) -> Tensor:
         """Return examples as the model wants them."""

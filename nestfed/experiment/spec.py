@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import hashlib
 import json
 import tomllib
@@ -14,9 +13,11 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from nestfed.core import EXPERIMENTS, NestfedError, Power
+from nestfed.core import EXPERIMENTS, NestfedError, Power, unknown
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 from nestfed.experiment.prepare import DataSpec, PartitionSpec
+from nestfed.problems import OBJECTIVES
+from nestfed.problems.objective import Objective
 
 for _path in sorted((Path(__file__).parent / "packaged").glob("*.toml")):
     EXPERIMENTS.add(_path.stem, _path)
@@ -28,44 +29,6 @@ class ModelSpec:
 
     name: str = "mlp"
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ProblemSpec:
-    """The [problem] table: what is minimised, and the batches for it."""
-
-    name: str = ""
-    """classify, auroc, auprc, invariant, sine, omniglot or language."""
-    batch: int = 32
-    initial_batch: int = 0
-    """The batch at t = 0, if it is to be another one."""
-    outer: int = 4
-    inner: int = 16
-    inner_positives: int = 0
-    margin: float = 0.1
-    sigmoid: bool = False
-    clip: float = 0.0
-    ratio: float = 1.0
-    dim: int = 10
-    ways: int = 5
-    """omniglot: classes in a task."""
-    shots: int = 1
-    """Support examples of each class; for sine, points of a task."""
-    queries: int = 15
-    """omniglot: query examples of each class."""
-    tasks: int = 3
-    """Tasks per client and iteration."""
-    inner_lr: float = 0.01
-    inner_steps: int = 1
-    """Inner steps at evaluation; training takes one."""
-    first_order: bool = False
-    split: str = "characters"
-    """omniglot: clients hold "characters" at random, or "alphabets", one each."""
-    test_tasks: int = 600
-    bptt: int = 35
-    """language: words in a window, through which gradients flow."""
-    vocabulary: int = 0
-    """language: only so many of the most frequent words; 0 means all."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +63,8 @@ class Experiment:
     data: DataSpec = DataSpec()
     partition: PartitionSpec = PartitionSpec()
     model: ModelSpec = ModelSpec()
-    problem: ProblemSpec = ProblemSpec()
+    problem: Objective = Objective()
+    """The [problem] table: the options of the objective that it names."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     run: RunSpec = RunSpec()
     evaluation: Evaluation = Evaluation()
@@ -118,6 +82,7 @@ class Experiment:
         """Return every setting, defaults included, as plain data."""
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k != "source"}
         settings["model"] = {"name": self.model.name, **self.model.options}
+        settings["problem"] = {"name": self.problem.name, **settings["problem"]}
         settings["algorithm"] = {"name": self.algorithm.name, **self.algorithm.hyper}
         return settings
 
@@ -128,22 +93,25 @@ class Experiment:
     def with_overrides(self, changes: Mapping[str, Any]) -> Experiment:
         """Return the experiment with dotted settings changed: {"algorithm.alpha": 0.1}."""
         tables = copy.deepcopy(dict(self.source))
+        changed: dict[str, dict[str, Any]] = {}
         for key, value in changes.items():
             section, _, name = key.partition(".")
             if not name or section not in _SECTIONS:
-                raise NestfedError(f"{key!r} is no setting; write it as section.name, with a section of {_known()}.")
-            tables.setdefault(section, {})[name] = value
+                raise NestfedError(f"{key!r} is not a setting; write section.name, with a section of {_known()}.")
+            changed.setdefault(section, {})[name] = value
+        for section, table in changed.items():
+            tables[section] = _merged(section, tables.get(section, {}), table)
         return from_tables(tables)
 
     def for_method(self, name: str) -> Experiment:
         """Return the experiment as one of its methods, or one of the library's algorithms, runs it."""
-        from nestfed.algorithms import find
+        from nestfed.algorithms import METHODS
 
         if name not in self.methods:
             if name == self.algorithm.name:
                 return self
             try:
-                find(name)
+                METHODS[name]
             except NestfedError as error:
                 if self.methods:
                     raise NestfedError(f"{error} This file's own methods are {', '.join(self.methods)}.") from error
@@ -157,7 +125,7 @@ class Experiment:
             if section not in _SECTIONS:
                 raise NestfedError(f"methods.{name}.{section}: the sections are {_known()} and tune.")
             keep = {"name": name} if section == "algorithm" else tables.get(section, {})
-            tables[section] = {**keep, **table}
+            tables[section] = _merged(section, keep, table)
         return from_tables(tables)
 
     def grid(self, name: str) -> dict[str, Any]:
@@ -167,12 +135,25 @@ class Experiment:
 
     def _with_algorithm(self, name: str) -> Experiment:
         """Return the experiment with another algorithm that keeps the hyper-parameters it also has."""
-        from nestfed.algorithms import find
+        from nestfed.algorithms import METHODS
 
-        known = {f.name for f in dataclasses.fields(find(name))}  # type: ignore[arg-type]
+        known = {f.name for f in dataclasses.fields(METHODS[name])}  # type: ignore[arg-type]
         tables = copy.deepcopy(dict(self.source))
         tables["algorithm"] = {"name": name, **{k: v for k, v in self.algorithm.hyper.items() if k in known}}
         return from_tables(tables)
+
+
+def _merged(section: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table with changes; options that only the base's objective has are left behind with it."""
+    name = changes.get("name", "")
+    if section == "problem" and name != base.get("name") and isinstance(name, str) and name in OBJECTIVES:
+        base = {k: v for k, v in base.items() if k in _options(name)}
+    return {**base, **changes}
+
+
+def _options(objective: str) -> dict[str, Any]:
+    """Return the options of an objective with their defaults."""
+    return {f.name: f.default for f in dataclasses.fields(OBJECTIVES[objective])}
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +166,7 @@ _SECTIONS: dict[str, type] = {
     "data": DataSpec,
     "partition": PartitionSpec,
     "model": ModelSpec,
-    "problem": ProblemSpec,
+    "problem": Objective,
     "algorithm": AlgorithmSpec,
     "run": RunSpec,
     "evaluation": Evaluation,
@@ -218,9 +199,7 @@ def read(path: str | Path) -> Experiment:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(str(path), packaged(), 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else "; `nestfed list` shows those that come with nestfed."
-        raise NestfedError(f"There is no experiment file {str(path)!r}{hint}") from None
+        raise unknown("experiment file", str(path), packaged()) from None
     except (OSError, ValueError) as error:
         raise NestfedError(f"{str(path)!r} cannot be read: {error}.") from error
     try:
@@ -259,12 +238,7 @@ def from_tables(tables: Mapping[str, Any]) -> Experiment:
     """Check the tables of an experiment and make it."""
     for name in tables:
         if name not in (*_SECTIONS, "methods"):
-            near = difflib.get_close_matches(name, _SECTIONS, 1, 0.5)
-            raise _SettingError(
-                name,
-                "",
-                f"unknown section [{name}]; " + (f"did you mean [{near[0]}]?" if near else f"known are {_known()}."),
-            )
+            raise _SettingError(name, "", str(unknown("section", name, _SECTIONS)))
     for name, table in tables.items():
         _refuse_odd(name, "", table)
     _refuse_odd_methods(tables.get("methods", {}))
@@ -311,21 +285,48 @@ def _section(section: str, cls: type, table: Any) -> Any:
         if not isinstance(name, str):
             raise _SettingError(section, "name", f"{section}.name must be text, not {name!r}.")
         return cls(name, rest)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    values = {}
-    for key, value in table.items():
-        if moved := _MOVED.get(f"{section}.{key}"):
-            raise _SettingError(section, key, f"{section}.{key} is now {moved}.")
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}."
-            raise _SettingError(section, key, f"unknown setting {section}.{key}; {hint}")
-        values[key] = _typed(section, key, value, fields[key].default)
+    if cls is Objective:
+        return _objective(table)
+    values = _values(section, table, {f.name: f.default for f in dataclasses.fields(cls)})
     try:
         return cls(**values)
     except NestfedError as error:  # the table rejects a value
         key = next((k for k in values if f"{section}.{k}" in str(error)), "")
         raise _SettingError(section, key, str(error)) from error
+
+
+def _values(section: str, table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table's settings in the types of their defaults; reject those without one."""
+    for key in table:
+        if moved := _MOVED.get(f"{section}.{key}"):
+            raise _SettingError(section, key, f"{section}.{key} is now {moved}.")
+        if key not in defaults:
+            known = [f"{section}.{k}" for k in defaults]
+            raise _SettingError(section, key, str(unknown("setting", f"{section}.{key}", known)))
+    return {key: _typed(section, key, value, defaults[key]) for key, value in table.items()}
+
+
+def _objective(table: Mapping[str, Any]) -> Objective:
+    """Return the options of the objective that the [problem] table names."""
+    options = {k: v for k, v in table.items() if k != "name"}
+    name = _typed("problem", "name", table.get("name", ""), "")
+    if name not in OBJECTIVES:
+        if not name and not options:
+            return Objective()
+        raise _SettingError("problem", "name", str(unknown("problem", name, OBJECTIVES)))
+    own = _options(name)
+    for key in options:
+        owners = [other for other in OBJECTIVES if key in _options(other)] if key not in own else []
+        if owners:
+            sentence = f"problem.{key} belongs to {' and '.join(owners)}; {name} has {', '.join(sorted(own))}."
+            raise _SettingError("problem", key, sentence)
+    try:
+        made: Objective = OBJECTIVES[name](**_values("problem", options, own))
+    except _SettingError:
+        raise
+    except NestfedError as error:
+        raise _SettingError("problem", "", f"[problem] {error}") from error
+    return made
 
 
 def _typed(section: str, key: str, value: Any, default: Any) -> Any:
@@ -370,7 +371,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
-            raise NestfedError(f"{override!r} is no setting; write it as section.name=value.")
+            raise NestfedError(f"{override!r} is not a setting; write section.name=value.")
         try:
             changes[key] = tomllib.loads(f"v = {text}")["v"]
         except tomllib.TOMLDecodeError:

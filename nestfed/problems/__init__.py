@@ -1,5 +1,11 @@
-"""What is minimised: the four kinds of nested objective, and one file per application."""
+"""What is minimised: the four kinds of nested objective, and one file per objective."""
 
+from nestfed.core import OBJECTIVES
 from nestfed.problems.base import Ball, Box, Compositional, Conditional, Minimax, Minimize, Simplex
 
-__all__ = ["Ball", "Box", "Compositional", "Conditional", "Minimax", "Minimize", "Simplex"]
+OBJECTIVES.add("classify", "nestfed.problems.classify:ClassifyOptions")
+OBJECTIVES.add("auroc", "nestfed.problems.auroc:AUROCOptions")
+OBJECTIVES.add("auprc", "nestfed.problems.auprc:AUPRCOptions")
+OBJECTIVES.add("invariant", "nestfed.problems.invariant:InvariantOptions")
+
+__all__ = ["OBJECTIVES", "Ball", "Box", "Compositional", "Conditional", "Minimax", "Minimize", "Simplex"]

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestfed.core import Data, NestfedError
+from nestfed.core import Data, NestfedError, at_least, positive
+from nestfed.data.clients import Pairs
 from nestfed.problems.base import Conditional, Model
+from nestfed.problems.objective import Labelled
+
+QI_2021 = """@inproceedings{qi2021stochastic,
+  title     = {Stochastic Optimization of Areas Under Precision-Recall Curves with Provable Convergence},
+  author    = {Qi, Qi and Luo, Youzhi and Xu, Zhao and Ji, Shuiwang and Yang, Tianbao},
+  booktitle = {Advances in Neural Information Processing Systems},
+  volume    = {34},
+  pages     = {1752--1765},
+  year      = {2021}
+}"""
+MARGIN = 0.5
+"""The default margin s: measured, see docs/choosing.md. The papers use 0.1."""
 
 
 class AUPRC(Conditional):
@@ -19,7 +37,7 @@ class AUPRC(Conditional):
     so g₂ is never 0; a tiny ε does the same for a batch without positives.
     """
 
-    def __init__(self, model: nn.Module | Tensor, *, margin: float = 0.1, clip: float | None = None) -> None:
+    def __init__(self, model: nn.Module | Tensor, *, margin: float = MARGIN, clip: float | None = None) -> None:
         if not margin > 0:
             raise NestfedError(f"auprc: margin must be above 0, not {margin:g}.")
         self.margin = margin
@@ -41,3 +59,57 @@ class AUPRC(Conditional):
     def _ratio(self, u: Tensor, outer: Data) -> Tensor:
         epsilon = 1e-4 * self.margin**2
         return -outer[1] * (u[:, 0] + epsilon) / (u[:, 1] + epsilon)
+
+
+@dataclass(frozen=True)
+class AUPRCOptions(Labelled):
+    """Options of auprc: every outer positive is compared with an inner batch of both classes."""
+
+    outer: int = 8
+    """Positives in a step."""
+    inner: int = 24
+    """Examples that each of them is compared with."""
+    inner_positives: int = 0
+    """How many of these are positives; 0 = half."""
+    margin: float = MARGIN
+    """The margin s of the surrogate loss."""
+    clip: float = 0.0
+    """The largest norm of a gradient; 0 = no clipping."""
+
+    name = "auprc"
+    cites = (QI_2021,)
+    aliases = ("soap",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "outer")
+        at_least(self, 2, "inner")
+        at_least(self, 0, "inner_positives", "clip")
+        positive(self, "margin")
+        if self.inner_positives >= self.inner:
+            raise NestfedError(f"auprc: inner_positives must be less than inner = {self.inner}.")
+
+    def metric(self, classes: int) -> str:
+        """Average precision."""
+        return "ap"
+
+    def build(
+        self,
+        model: nn.Module,
+        arrays: tuple[Tensor, Tensor],
+        parts: Sequence[np.ndarray],
+        *,
+        p: float | None = None,
+        restarts: Callable[[int], bool] = lambda t: t == 0,
+        **held: Any,
+    ) -> tuple[AUPRC, Pairs]:
+        """Return AUPRC on pairs of positives and inner batches."""
+        clients = Pairs(
+            arrays,
+            parts,
+            outer=self.size(self.outer, restarts),
+            inner=self.inner,
+            inner_positives=self.inner_positives or None,
+            **held,
+        )
+        return AUPRC(model, margin=self.margin, clip=self.clip or None), clients

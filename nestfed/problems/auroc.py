@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestfed.core import Batch, Data, NestfedError, SolvableSaddle, as_batch
+from nestfed.core import Batch, Data, NestfedError, SolvableSaddle, as_batch, at_least
+from nestfed.data.clients import Balanced, Examples, mean_rate
 from nestfed.problems.base import Minimax, Model, _around
+from nestfed.problems.objective import Labelled
+
+YING_2016 = """@inproceedings{ying2016stochastic,
+  title     = {Stochastic Online {AUC} Maximization},
+  author    = {Ying, Yiming and Wen, Longyin and Lyu, Siwei},
+  booktitle = {Advances in Neural Information Processing Systems},
+  volume    = {29},
+  pages     = {451--459},
+  year      = {2016}
+}"""
 
 
 class Thresholds(nn.Module):
@@ -17,7 +31,7 @@ class Thresholds(nn.Module):
     def __init__(self, module: nn.Module, sigmoid: bool) -> None:
         super().__init__()
         self.module = module
-        like = next(module.parameters(), torch.ones(()))  # that there are none is told later, in one sentence
+        like = next(module.parameters(), torch.ones(()))  # a module without parameters is rejected later
         self.a = nn.Parameter(torch.ones((), dtype=like.dtype, device=like.device))
         self.b = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
         self.sigmoid = sigmoid
@@ -35,24 +49,40 @@ class AUROC(Minimax, SolvableSaddle):
 
     f = (1−p)(h−a)²1[y=1] + p(h−b)²1[y=0] + 2(1+w)(p·h·1[y=0] − (1−p)·h·1[y=1]) − p(1−p)w², where p is the share of
     positives in the training data. The objective can be negative: look at the AUROC, not at the loss.
-    Batches are (x, y) with y in {0, 1}. The score is the raw output, or its sigmoid on request.
+    The score h is the raw output, or its sigmoid on request.
+
+    Without `p` the share comes from the clients: `Balanced` batches (x, y, weight), y in {0, 1}. The problem is then
+    divided by 4p(1−p): it is the one with p = ½, and a step size means the same whatever the share of positives.
+    With `p`, the mean over clients of their shares, batches are plain ones (x, y), as in the papers.
     """
 
-    def __init__(self, model: nn.Module, *, p: float, sigmoid: bool = False, clip: float | None = None) -> None:
-        if not 0 < p < 1:
-            raise NestfedError(f"auroc: p, the share of positives, must lie in (0, 1), not {p:g}.")
+    def __init__(
+        self, model: nn.Module, *, p: float | None = None, sigmoid: bool = False, clip: float | None = None
+    ) -> None:
+        if p is not None and not 0 < p < 1:
+            raise NestfedError(f"auroc: p, the share of positives, must be between 0 and 1, not {p:g}.")
         if not isinstance(model, nn.Module):
             raise NestfedError("auroc needs an nn.Module that gives one score per example.")
-        self.p = p
+        self.weighted = p is None
+        self.p = 0.5 if p is None else p
         super().__init__(self._objective, Thresholds(model, sigmoid), torch.zeros(1), clip=clip)
 
     def _objective(self, model: Model, w: Tensor, batch: Data) -> Tensor:
-        x, y = batch
+        x, y, *weight = self._checked(batch)
         h, a, b = model(x)
         p, w = self.p, w[0]
         positive = (1 - p) * ((h - a) ** 2 - 2 * (1 + w) * h)
         negative = p * ((h - b) ** 2 + 2 * (1 + w) * h)
-        return torch.where(y == 1, positive, negative).mean() - p * (1 - p) * w**2
+        loss = torch.where(y == 1, positive, negative)
+        return (weight[0] * loss if weight else loss).mean() - p * (1 - p) * w**2
+
+    def _checked(self, batch: Data) -> Data:
+        if len(batch) != 2 + self.weighted:
+            raise NestfedError(
+                "auroc: AUROC(model) needs batches (x, y, weight) from Balanced clients; for plain batches (x, y) give "
+                "the share of positives, AUROC(model, p=…)."
+            )
+        return batch
 
     def best_dual(self, theta: Tensor, batch: Batch | Data) -> Tensor:
         """Return E[h|−] − E[h|+], estimated so that the mean over clients is right however they share the classes.
@@ -68,8 +98,11 @@ class AUROC(Minimax, SolvableSaddle):
 
     def _classes(self, data: Data, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return a batch's inputs, and for either class weights whose mean over all data is 1."""
-        x, y = data
-        return x, (y != 1).to(dtype) / (1 - self.p), (y == 1).to(dtype) / self.p
+        x, y, *weight = self._checked(data)
+        negative, positive = (y != 1).to(dtype) / (1 - self.p), (y == 1).to(dtype) / self.p
+        if weight:
+            negative, positive = weight[0].to(dtype) * negative, weight[0].to(dtype) * positive
+        return x, negative, positive
 
     def bind(self, x: Tensor, *, train: bool = False) -> Model:
         """Return the scoring model at x, without a and b."""
@@ -79,3 +112,52 @@ class AUROC(Minimax, SolvableSaddle):
     def module(self, x: Tensor) -> Any:
         """Return the user's own scoring module with trained parameters."""
         return super().module(x).module
+
+
+@dataclass(frozen=True)
+class AUROCOptions(Labelled):
+    """Options of auroc: the AUC square loss as a minimax problem."""
+
+    batch: int = 32
+    """Examples in a step."""
+    balanced: bool = True
+    """Draw as many positives as negatives and weigh them back; false = plain batches, as in the papers."""
+    sigmoid: bool = False
+    """Take the sigmoid of the model's output as the score."""
+    clip: float = 0.0
+    """The largest norm of a gradient; 0 = no clipping."""
+
+    name = "auroc"
+    cites = (YING_2016,)
+    aliases = ("solam",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = 2 if self.balanced else 1
+        at_least(self, least, "batch")
+        if self.initial_batch:
+            at_least(self, least, "initial_batch")
+        at_least(self, 0, "clip")
+
+    def metric(self, classes: int) -> str:
+        """AUROC."""
+        return "auroc"
+
+    def build(
+        self,
+        model: nn.Module,
+        arrays: tuple[Tensor, Tensor],
+        parts: Sequence[np.ndarray],
+        *,
+        p: float | None = None,
+        restarts: Callable[[int], bool] = lambda t: t == 0,
+        **held: Any,
+    ) -> tuple[AUROC, Balanced | Examples]:
+        """Return the problem on balanced batches, or on plain ones with the share of positives p."""
+        size = self.size(self.batch, restarts)
+        if self.balanced:
+            problem = AUROC(model, sigmoid=self.sigmoid, clip=self.clip or None)
+            return problem, Balanced(arrays, parts, batch=size, p=p, **held)
+        p = mean_rate(arrays[1], parts) if p is None else p
+        problem = AUROC(model, p=p, sigmoid=self.sigmoid, clip=self.clip or None)
+        return problem, Examples(arrays, parts, batch=size, **held)

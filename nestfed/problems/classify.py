@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestfed.core import Data
+from nestfed.core import Data, at_least
+from nestfed.data.clients import Examples
 from nestfed.problems.base import Minimize, Model
+from nestfed.problems.objective import Labelled
 
 
 def cross_entropy(model: Model, batch: Data) -> Tensor:
@@ -23,3 +30,40 @@ class Classify(Minimize):
 
     def __init__(self, model: nn.Module | Tensor, *, clip: float | None = None) -> None:
         super().__init__(cross_entropy, model, clip=clip)
+
+
+@dataclass(frozen=True)
+class ClassifyOptions(Labelled):
+    """Options of classify: cross-entropy of two or more classes."""
+
+    batch: int = 32
+    """Examples in a step."""
+    clip: float = 0.0
+    """The largest norm of a gradient; 0 = no clipping."""
+
+    name = "classify"
+    binary = False
+    log_odds = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "batch")
+        at_least(self, 0, "clip")
+
+    def metric(self, classes: int) -> str:
+        """AUROC for two classes, otherwise accuracy."""
+        return "auroc" if classes == 2 else "accuracy"
+
+    def build(
+        self,
+        model: nn.Module,
+        arrays: tuple[Tensor, Tensor],
+        parts: Sequence[np.ndarray],
+        *,
+        p: float | None = None,
+        restarts: Callable[[int], bool] = lambda t: t == 0,
+        **held: Any,
+    ) -> tuple[Classify, Examples]:
+        """Return cross-entropy on plain batches."""
+        clients = Examples(arrays, parts, batch=self.size(self.batch, restarts), **held)
+        return Classify(model, clip=self.clip or None), clients

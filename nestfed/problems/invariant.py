@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestfed.core import Clients, Data, NestfedError
+from nestfed.core import Clients, Data, NestfedError, at_least
 from nestfed.data.random import Purpose, Streams
 from nestfed.problems.base import Conditional
+from nestfed.problems.objective import Generated, Made, Setting
 
 
 @dataclass(frozen=True)
@@ -93,3 +94,37 @@ def accuracy(x: Tensor, test: tuple[Tensor, Tensor]) -> float:
     """Return the share of outer samples whose sign x tells."""
     a, b = test
     return float((torch.sign(a @ x) == b).double().mean())
+
+
+@dataclass(frozen=True)
+class InvariantOptions(Generated):
+    """Options of invariant: synthetic examples, no [data] needed."""
+
+    dim: int = 10
+    """Coordinates of an example."""
+    ratio: float = 1.0
+    """Inner noise over outer noise, σ2/σ1."""
+    outer: int = 4
+    """Outer samples in a step."""
+    inner: int = 16
+    """Inner samples of each."""
+    clip: float = 0.0
+    """The largest norm of a gradient; 0 = no clipping."""
+
+    name = "invariant"
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "dim", "outer", "inner")
+        at_least(self, 0, "ratio", "clip")
+
+    def build(self, setting: Setting) -> Made:
+        """Return the problem; the metric is the accuracy on 50,000 samples that no client draws."""
+        clients = InvariantClients(setting.clients, self.dim, self.ratio, self.inner, self.outer, seed=setting.seed)
+        test, validation = clients.held_out(0), clients.held_out(1)
+        return Made(
+            InvariantLogistic(torch.zeros(self.dim), clip=self.clip or None),
+            clients,
+            "accuracy",
+            lambda x: {"accuracy": accuracy(x, test)},
+            lambda x: {"accuracy": accuracy(x, validation)},
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,20 +34,6 @@ def warn(sentence: str, anchor: str, category: type[NestfedWarning] = NestfedWar
 
 # ---------------------------------------------------------------------------------------------------------
 # Choosing
-
-STEPS: Mapping[str, tuple[str, ...]] = {
-    "local-sgda": ("eta_theta", "eta_w"),
-    "momentum-local-sgda": ("eta_theta", "eta_w"),
-    "fmgda": ("c_hat", "c"),
-    "local-scgdm": ("beta",),
-    "local-scgdm-tasks": ("beta",),
-    "fcsg": ("alpha",),
-    "fcsg-m": ("alpha",),
-    "acc-fcsg-m": ("alpha",),
-    "bsgd": ("alpha",),
-    "bspiderboost": ("alpha",),
-}
-"""What a method calls its step size, where it is not eta."""
 
 STEP: Mapping[str, float] = {"auroc": 1.5, "auprc": 1.0, "classify": 2.0, "maml": 0.5, "minimax": 0.5}
 """The default step size by kind of objective, in multiples of 1/L, measured (docs/choosing.md)."""
@@ -100,18 +86,8 @@ def configure(
     name: str, lr: Schedule | None, settings: Mapping[str, Any] | None, *, rounds: int, q: int
 ) -> Algorithm[Any, Any]:
     """Make a method from its name, one step size and further settings."""
-    method = algorithms.find(name)
-    known = {f.name for f in fields(method)}  # type: ignore[arg-type]
-    given = dict(settings or {})
-    if name == "fmgda" and callable(lr):  # its steps are ĉη(t) and cη(t) with numbers ĉ and c
-        given = {"eta": lr, "c_hat": 1.0, "c": 1.0} | given
-        lr = None
-    for step in STEPS.get(name, ("eta",)):
-        if lr is not None:
-            given.setdefault(step, lr)
-    if "T0" in known:  # two stages: the step falls threefold after a quarter of the rounds
-        given.setdefault("T0", q * max(1, math.ceil(rounds / 4)))
-    return algorithms.build(name, **given)
+    usual = algorithms.METHODS[name].usual(lr, rounds=rounds, q=q)
+    return algorithms.build(name, **{**usual, **(settings or {})})
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -14,15 +14,15 @@ from sklearn.utils.validation import _check_feature_names, _check_n_features, ch
 from torch import Tensor
 
 from nestfed import models
-from nestfed.data.clients import Examples, Pairs
 from nestfed.data.encoding import Schema, numbered
 from nestfed.data.partition import Summary
 from nestfed.metrics import judge
-from nestfed.problems.auprc import AUPRC
-from nestfed.problems.classify import Classify
+from nestfed.problems.auprc import AUPRCOptions
+from nestfed.problems.auroc import AUROCOptions
+from nestfed.problems.classify import ClassifyOptions
+from nestfed.problems.objective import Labelled
 from nestfed.study import advice
 from nestfed.study.base import Federated, Scores
-from nestfed.study.batches import Balanced, BalancedAUROC
 from nestfed.study.sites import (
     InputEncoding,
     Refused,
@@ -123,7 +123,8 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         self.shape_ = tuple(x.shape[1:])
         model = Scores(self._model(self.shape_, outputs, seed), outputs)
         self._try(model, x[:2], outputs)
-        problem, clients = self._problem(model, x, labels, parts, [site.name for site in sites])
+        names = [site.name for site in sites]
+        problem, clients = self._objective().build(model, (x, labels), parts, names=names)
         judged = None if eval_set is None else self._evaluation(eval_set)
         result = self._run(problem, clients, seed, judged, self.metric)
         self._scores = result.model.cpu()
@@ -134,10 +135,8 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
             self.calibration_ = calibrate([(raw[part], labels[part].numpy()) for part in parts])
         return self
 
-    def _problem(
-        self, model: Scores, x: Tensor, y: Tensor, parts: Sequence[np.ndarray], names: Sequence[str]
-    ) -> tuple[Any, Any]:
-        """Return the problem and the clients."""
+    def _objective(self) -> Labelled:
+        """Return the options of the objective."""
         raise NotImplementedError
 
     def _without_sites(self, X: Any) -> tuple[Any, Any]:
@@ -361,10 +360,8 @@ class FederatedAUC(_Labelled):
     kind = "auroc"
     metric = "auroc"
 
-    def _problem(
-        self, model: Scores, x: Tensor, y: Tensor, parts: Sequence[np.ndarray], names: Sequence[str]
-    ) -> tuple[Any, Any]:
-        return BalancedAUROC(model), Balanced((x, y), parts, batch=self.batch_size, names=names)
+    def _objective(self) -> Labelled:
+        return AUROCOptions(batch=self.batch_size)
 
 
 class FederatedAUPRC(_Labelled):
@@ -378,17 +375,9 @@ class FederatedAUPRC(_Labelled):
     kind = "auprc"
     metric = "ap"
 
-    def _problem(
-        self, model: Scores, x: Tensor, y: Tensor, parts: Sequence[np.ndarray], names: Sequence[str]
-    ) -> tuple[Any, Any]:
+    def _objective(self) -> Labelled:
         outer = max(1, self.batch_size // 4)
-        inner = self.batch_size - outer
-        pairs = Pairs((x, y), parts, outer=outer, inner=inner, inner_positives=max(1, inner // 2), names=names)
-        return AUPRC(model, margin=MARGIN), pairs
-
-
-MARGIN = 0.5
-"""The margin s of the AUPRC surrogate, measured (docs/choosing.md)."""
+        return AUPRCOptions(outer=outer, inner=self.batch_size - outer)
 
 
 class FederatedClassifier(_Labelled):
@@ -402,7 +391,5 @@ class FederatedClassifier(_Labelled):
     metric = "accuracy"
     binary = False
 
-    def _problem(
-        self, model: Scores, x: Tensor, y: Tensor, parts: Sequence[np.ndarray], names: Sequence[str]
-    ) -> tuple[Any, Any]:
-        return Classify(model), Examples((x, y), parts, batch=self.batch_size, names=names)
+    def _objective(self) -> Labelled:
+        return ClassifyOptions(batch=self.batch_size)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from nestfed.core import COMMANDS, EXPERIMENTS, METRICS, NETWORKS, OBJECTIVES, Metric
 
-for _name in ("sine", "omniglot", "language"):
-    OBJECTIVES.add(_name, f"nestfed_papers.objectives:build_{_name}")
+OBJECTIVES.add("sine", "nestfed_papers.sine:SineOptions")
+OBJECTIVES.add("omniglot", "nestfed_papers.omniglot:OmniglotOptions")
+OBJECTIVES.add("language", "nestfed_papers.language:LanguageOptions")
 for _name in ("mnist", "fashion", "cifar", "omniglot", "sine", "lstm"):
     NETWORKS.add(_name, f"nestfed_papers.networks:{_name.upper()}")
 for _path in sorted((Path(__file__).parent / "experiments").glob("*.toml")):

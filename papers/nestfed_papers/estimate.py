@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from nestfed.algorithms import METHODS
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.tune import number, pauses, search_space, trial_rounds
 from nestfed_papers.reproductions import papers
@@ -27,13 +28,13 @@ def minutes(found: Reproduction, budget: str) -> float:
         for name in experiment.methods:
             variant = experiment.for_method(name)
             rounds, every = variant.run.rounds, variant.evaluation.every
-            times = 2.0 if name in papers.TWICE else 1.0
+            times = METHODS[variant.algorithm.name].evaluations
             trained, processes = _trial_rounds(experiment, name, amount)
             if case.splits:
                 trained, processes = trained * amount.seeds, processes * amount.seeds
             judged = VALIDATION * (trained / every + processes) + amount.seeds * (rounds / every + 1)
             trained += amount.seeds * rounds
-            share = experiment.problem.test_tasks / 600 if experiment.problem.name in ("omniglot", "sine") else 1.0
+            share = getattr(experiment.problem, "test_tasks", 600) / 600
             total += (
                 trained * price.round * times * amount.factors.get(case.data, amount.factor)
                 + judged * price.evaluation * share

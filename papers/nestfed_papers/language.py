@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestfed.core import Clients, Data, NestfedError
+from nestfed.core import Clients, Data, NestfedError, at_least
 from nestfed.data.sources import load
 from nestfed.problems.base import Minimize, Model
+from nestfed.problems.objective import Generated, Made, Setting
 
 UNKNOWN = "<unk>"
 
@@ -165,3 +168,37 @@ def word_loss(model: Any, text: Tensor, bptt: int = 35, batch: int = 10) -> floa
             logits, hidden = model(rows[start : start + len(targets)], hidden)
         total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
     return total / (rows.numel() - batch)
+
+
+@dataclass(frozen=True)
+class LanguageOptions(Generated):
+    """Options of language: predict the next word of a text."""
+
+    batch: int = 32
+    """Streams of a client that are read side by side."""
+    bptt: int = 35
+    """Words in a window, through which gradients flow."""
+    vocabulary: int = 0
+    """Keep this many of the most frequent words; 0 = all."""
+    clip: float = 0.0
+    """The largest norm of a gradient; 0 = no clipping."""
+
+    name = "language"
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch", "bptt")
+        at_least(self, 0, "vocabulary", "clip")
+
+    def build(self, setting: Setting) -> Made:
+        """Return the problem; the metric is the mean log-likelihood of a word, minus the logarithm of the perplexity."""
+        text = read(setting.dataset, setting.folder, self.vocabulary, setting.limit)
+        problem = Language(setting.network(None, len(text.words)), clip=self.clip or None)
+        clients = TextClients(text.train, setting.clients, self.batch, self.bptt)
+
+        def judge(model: Any, part: Tensor) -> dict[str, float]:
+            loss = word_loss(model, part.to(setting.device), self.bptt)
+            return {"log_likelihood": -loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+        return Made(
+            problem, clients, "log_likelihood", partial(judge, part=text.test), partial(judge, part=text.validation)
+        )

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Clients, Data, NestfedError
+from nestfed.core import Clients, Data, NestfedError, at_least, positive
 from nestfed.data.random import Purpose, Streams
 from nestfed.data.sources import load
 from nestfed.problems.base import Model
 from nestfed.problems.flat import channels_last
-from nestfed.problems.maml import Adaptable
+from nestfed.problems.maml import MAML, Adaptable
+from nestfed.problems.objective import Generated, Made, Setting
 
 TURNS = 4
 """A character turned by 0, 90, 180 and 270 degrees counts as four classes."""
@@ -212,3 +213,62 @@ class FewShotTest:
         found = self.accuracies(model)
         half = 1.96 * float(found.std()) / math.sqrt(len(found))
         return {"accuracy": float(found.mean()), "accuracy_ci95": half}
+
+
+@dataclass(frozen=True)
+class OmniglotOptions(Generated):
+    """Options of omniglot: N-way K-shot tasks from handwritten characters."""
+
+    split: str = "characters"
+    """Clients hold "characters" at random, or "alphabets", one each."""
+    ways: int = 5
+    """Classes in a task."""
+    shots: int = 1
+    """Support examples of each class."""
+    queries: int = 15
+    """Query examples of each class."""
+    tasks: int = 3
+    """Tasks of a client in a step."""
+    inner_lr: float = 0.01
+    """The step size of the inner step."""
+    inner_steps: int = 1
+    """Inner steps at evaluation; training takes one."""
+    first_order: bool = False
+    """Leave out second derivatives."""
+    test_tasks: int = 600
+    """Tasks in the test set."""
+    clip: float = 0.0
+    """The largest norm of a gradient; 0 = no clipping."""
+
+    name = "omniglot"
+
+    def __post_init__(self) -> None:
+        positive(self, "inner_lr")
+        at_least(self, 1, "ways", "shots", "queries", "tasks", "inner_steps")
+        at_least(self, 2, "test_tasks")
+        at_least(self, 0, "clip")
+        if self.split not in ("characters", "alphabets"):
+            raise NestfedError(f"omniglot: split must be characters or alphabets, not {self.split!r}.")
+
+    def build(self, setting: Setting) -> Made:
+        """Return the problem; the metric is the accuracy on test tasks."""
+        characters = read(setting.folder)
+        if self.split == "characters":
+            split = by_characters(len(characters.images), setting.clients, setting.seed)
+        else:
+            split = by_alphabets(characters.alphabets)
+        training, validation, test = (
+            Episodes(characters, parts, self.ways, self.shots, self.queries)
+            for parts in (split.training, split.validation, split.test)
+        )
+        problem = MAML(
+            setting.network((1, 28, 28), self.ways),
+            cross_entropy,
+            inner_lr=self.inner_lr,
+            first_order=self.first_order,
+            clip=self.clip or None,
+        )
+        clients = OmniglotClients(training, self.tasks, seed=setting.seed, names=split.names)
+        judge = FewShotTest(test, self.test_tasks, self.inner_steps)
+        tune = FewShotTest(validation, max(2, self.test_tasks // 4), self.inner_steps, stream=1)
+        return Made(problem, clients, "accuracy", judge, tune)

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import Clients, Data, NestfedError
+from nestfed.core import Clients, Data, NestfedError, at_least, positive
 from nestfed.data.random import Purpose, Streams
 from nestfed.metrics import mse, r2
-from nestfed.problems.maml import Adaptable
+from nestfed.problems.maml import MAML, Adaptable, squared_error
+from nestfed.problems.objective import Generated, Made, Setting
 
 AMPLITUDES = PHASES = (1, 2, 3, 4, 5)
 """The 25 training tasks are all pairs of these (Local-SCGDM paper)."""
@@ -160,3 +161,45 @@ def draw_fit(
     np.atleast_1d(panels)[0].set_ylabel(f"y, A = {a:g}, b = {b:g}")
     np.atleast_1d(panels)[-1].legend(frameon=False, fontsize=8, loc="best")
     return save(figure, path)
+
+
+@dataclass(frozen=True)
+class SineOptions(Generated):
+    """Options of sine: MAML on sine waves, no [data] needed."""
+
+    tasks: int = 3
+    """Tasks of a client in a step."""
+    shots: int = 10
+    """Points of a task."""
+    inner_lr: float = 0.01
+    """The step size of the inner step."""
+    inner_steps: int = 1
+    """Inner steps at evaluation; training takes one."""
+    first_order: bool = False
+    """Leave out second derivatives."""
+    test_tasks: int = 600
+    """Unseen tasks in the test set."""
+    clip: float = 0.0
+    """The largest norm of a gradient; 0 = no clipping."""
+
+    name = "sine"
+
+    def __post_init__(self) -> None:
+        positive(self, "inner_lr")
+        at_least(self, 1, "tasks", "shots", "inner_steps", "test_tasks")
+        at_least(self, 0, "clip")
+
+    def build(self, setting: Setting) -> Made:
+        """Return the problem; the metric is R² after one inner step, on tasks that are the same for every run."""
+        clients = SineClients(setting.clients, self.tasks, self.shots, seed=setting.seed)
+        problem = MAML(
+            setting.network((1,), 1),
+            squared_error,
+            inner_lr=self.inner_lr,
+            tasks=clients.held,
+            first_order=self.first_order,
+            clip=self.clip or None,
+        )
+        steps = tuple(sorted({1, self.inner_steps}))
+        test = SineTest(self.test_tasks, self.shots, steps)
+        return Made(problem, clients, "r2_1", test, SineTest(200, self.shots, steps, stream=1))

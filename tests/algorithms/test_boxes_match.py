@@ -283,9 +283,9 @@ MATCHES: dict[str, list[Match]] = {
 
 
 def test_every_method_has_its_box() -> None:
-    assert set(MATCHES) == set(a.TABLE)
+    assert set(MATCHES) == set(a.METHODS)
     for name, matches in MATCHES.items():
-        assert all(type(match.algorithm) is a.TABLE[name] for match in matches)
+        assert all(type(match.algorithm) is a.METHODS[name] for match in matches)
 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])

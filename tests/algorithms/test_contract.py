@@ -18,7 +18,7 @@ from cases import SEED
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
 from support import simulate
 
-from nestfed.algorithms import TABLE, build
+from nestfed.algorithms import METHODS, build
 from nestfed.core import Algorithm, NestfedError, Problem
 from nestfed.testing import ALGORITHM_CHECKS, Trial, check_clients, check_problem
 
@@ -75,16 +75,16 @@ CASES: dict[str, Case] = {
     "fmgda": Case({"c_hat": 0.05, "c": 0.1, "alpha": 0.3}, "minimax", ("eta", "c_hat", "c"), ("alpha", "beta")),
 }
 Q = 3
-every = pytest.mark.parametrize("name", TABLE)
-federated = pytest.mark.parametrize("name", [name for name in TABLE if not TABLE[name].single])
+every = pytest.mark.parametrize("name", METHODS)
+federated = pytest.mark.parametrize("name", [name for name in METHODS if not METHODS[name].single])
 
 
 def method(name: str, **changes: Any) -> Algorithm[Any, Any]:
-    return TABLE[name](**{**CASES[name].hyper, **changes})
+    return METHODS[name](**{**CASES[name].hyper, **changes})
 
 
 def setting(name: str, N: int = 5, dtype: torch.dtype = torch.float64) -> cases.Setting:
-    return cases.SETTINGS[CASES[name].setting](1 if TABLE[name].single else N, dtype)
+    return cases.SETTINGS[CASES[name].setting](1 if METHODS[name].single else N, dtype)
 
 
 def run(name: str, rounds: int, *, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -102,7 +102,7 @@ def one_sentence(error: Any) -> str:
 
 
 def test_every_method_is_listed() -> None:
-    assert set(CASES) == set(TABLE)
+    assert set(CASES) == set(METHODS)
 
 
 @every
@@ -121,7 +121,7 @@ def test_dtype_is_kept_in_float32_too(name: str) -> None:
 @every
 def test_named_as_in_files_and_made_for_some_kind(name: str) -> None:
     assert method(name).name == name
-    assert TABLE[name].accepts is not Problem
+    assert METHODS[name].accepts is not Problem
 
 
 @pytest.mark.parametrize("kind", cases.SETTINGS)
@@ -145,7 +145,7 @@ def identical(left: Any, right: Any) -> None:
 def test_goes_down_on_a_convex_problem(name: str) -> None:
     """The gap to the optimum falls to a fifth and less on a problem of the method's kind with known truth."""
     case = CASES[name]
-    N = 1 if TABLE[name].single else 4
+    N = 1 if METHODS[name].single else 4
     toy: Any = {
         "plain": lambda: Quadratic(N, 3, zeta=0.0 if case.homogeneous else 1.0, condition=4.0, sigma=0.1, batch=2),
         "conditional": lambda: ConditionalToy(N, 3, zeta=0.3, sigma=0.3, inner=8, outer=4),

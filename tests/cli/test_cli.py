@@ -87,7 +87,7 @@ def test_a_run_leaves_its_directory_and_is_not_run_twice(here: Here) -> None:
     out = here.cwd / "here"
     settings = json.loads((out / "experiment.json").read_text())
     assert settings["algorithm"] == {"name": "fcsg-m", "alpha": 0.3}
-    assert settings["problem"]["margin"] == 0.1, "defaults are resolved"
+    assert settings["problem"]["margin"] == 0.5, "defaults are resolved"
     records = read_record(out / "record.jsonl")
     assert [r["round"] for r in records] == [0, 1, 2, 3]
     for key in ("iteration", "loss", "examples", "bytes_up", "bytes_down", "seconds", "participants"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import SEED
-from test_contract import TABLE, method, setting
+from test_contract import METHODS, method, setting
 
 pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed[flower]'")
 
@@ -165,7 +165,7 @@ def simulated(name: str, rounds: int = 4, **options: Any) -> Any:
 COSTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_down")
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_method_equals_simulation(name: str, tmp_path: Path) -> None:
     sites = len(setting(name).clients)
     participation = 3 if sites > 1 else 0
@@ -191,13 +191,13 @@ def payload(record: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {k: (a.dtype, tuple(a.shape)) for k, a in record.items()}
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", METHODS)
 def test_what_leaves_a_site(name: str, tmp_path: Path) -> None:
     """Of a toy's rounds: the shared fields in their dtype, three numbers, and which round they are for. No more."""
     sites = len(setting(name).clients)
     grid = deploy(toy(name, rounds=2), tmp_path, sites)
     template = method(name).init(setting(name).problem, setting(name).problem.x0)
-    fields = {k: ("float64", tuple(getattr(template, k).shape)) for k in TABLE[name].shared}
+    fields = {k: ("float64", tuple(getattr(template, k).shape)) for k in METHODS[name].shared}
     stamp = {"protocol", "version", "digest"}
     sent = 0
     for _, order, reply in shipped(grid, "train"):
@@ -232,7 +232,7 @@ def script(monkeypatch: pytest.MonkeyPatch, absent: dict[int, int]) -> None:
     monkeypatch.setattr(Failing, "run", run)
 
 
-@pytest.mark.parametrize("name", [n for n in TABLE if not TABLE[n].single])
+@pytest.mark.parametrize("name", [n for n in METHODS if not METHODS[n].single])
 def test_a_lost_answer_leaves_no_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A site that computed a round whose answer never arrived goes on from its fields before that round."""
     absent = {2: 1, 3: 4}
@@ -706,7 +706,7 @@ def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **section
         "data": {"name": "digits", "binary": problem != "classify", "validation": 0.2},
         "partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.3},
         "model": {"name": "mlp", "hidden": [8]},
-        "problem": {"name": problem, "batch": 10, "outer": 3, "inner": 8},
+        "problem": {"name": problem, **({"outer": 3, "inner": 8} if problem == "auprc" else {"batch": 10})},
         "algorithm": algorithm,
         "run": {"rounds": rounds, "q": 4, "seed": 3},
         "evaluation": {"every": 2},
@@ -874,7 +874,7 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
         ready = pooled(raw, encoding.schema)
         torch.testing.assert_close(encoding(m.prepared.x.numpy(), m.schema), ready, rtol=1e-5, atol=1e-6)
         made = at_site(experiment, places[n], plan).assembly
-        assert made.problem.p == pytest.approx(np.mean([float((m.prepared.y == 1).double().mean()) for m in mine]))
+        assert made.clients.p == pytest.approx(np.mean([float((m.prepared.y == 1).double().mean()) for m in mine]))
     assert rows[1].shape[1] == 5
     assert plan.shape == (6,)  # "age is missing"
     names = {m.metadata.message_type for _, m, _ in grid.messages}
@@ -888,7 +888,7 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("problem", ["auroc", "auprc"])
 def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> None:
-    from nestfed.data.clients import Examples, Pairs
+    from nestfed.data.clients import Balanced, Pairs
     from nestfed.deploy.site import Place, at_coordinator, own_examples
 
     algorithm: dict[str, Any] = (
@@ -904,7 +904,7 @@ def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> 
     ends = np.cumsum([0, *(len(m.prepared.y) for m in mine)])
     parts = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
     made = at_coordinator(experiment, plan)
-    clients: Any = Examples((x, y), parts, batch=10) if problem == "auroc" else Pairs((x, y), parts, outer=3, inner=8)
+    clients: Any = Balanced((x, y), parts, batch=10) if problem == "auroc" else Pairs((x, y), parts, outer=3, inner=8)
     expected = simulate(made.problem, made.algorithm, clients, rounds=3, q=4, seed=3, mode="loop", progress=False)
     state = checkpointed(tmp_path)
     for field, value in expected.shared.items():

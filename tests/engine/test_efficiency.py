@@ -11,18 +11,13 @@ from test_contract import CASES, Q, method, setting
 from test_engines_agree import images
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nestfed.algorithms import TABLE, FedAvg, Scaffold
+from nestfed.algorithms import METHODS, FedAvg, Scaffold
 from nestfed.data.clients import Examples
 from nestfed.data.random import Streams
 from nestfed.engine.local import Local, Share
 from nestfed.engine.program import Span
 from nestfed.engine.round import RunState, size
 from nestfed.engine.workers import Workers
-
-TWICE = {"stem", "fafed", "acc-fcsg-m", "fmgda"}
-"""Variance reduction evaluates every batch at two points, from iteration 1 on."""
-PAIRS = {"compositional", "tasked"}
-"""Inner value and outer gradient are noted apart."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,11 +34,8 @@ def test_evaluations_per_step(name: str, vectorised: bool) -> None:
         share = Share(range(N), Span(start, start + steps), 0, -1, [False] * N)
         with torch.no_grad():
             tally = local.run(state.shared, state.private, share)
-        points = steps
-        if name in TWICE:
-            points = 2 * steps - (start == 0)
-        elif name == "bspiderboost":
-            points = sum(1 if t % 4 == 0 else 2 for t in range(start, start + steps))
+        # Where a method starts its estimate anew, there is no point before to correct it by.
+        points = sum(1 if algorithm.restarts(t) else algorithm.evaluations for t in range(start, start + steps))
         # The toy with tasks notes its inner value only.
         expected = points * (2 if CASES[name].setting == "compositional" else 1)
         assert tally.evaluations == N * expected
@@ -183,4 +175,4 @@ def test_costs_are_counted_alike_everywhere() -> None:
             for how in ({"mode": "loop", "workers": 1}, {"mode": "loop", "workers": 2}, {"mode": "vmap"})
         ]
         assert len(set(found)) == 1
-        assert TABLE[name].name == name
+        assert METHODS[name].name == name

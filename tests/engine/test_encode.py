@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import simulate
-from test_contract import TABLE, method, run, setting
+from test_contract import METHODS, method, run, setting
 
 from nestfed.core import NestfedError
 from nestfed.engine.encode import BLOCK, KINDS, SCALE, Encoding, expand, squeeze, wire_form
@@ -101,7 +101,7 @@ def test_in_simulation(name: str, encode: str) -> None:
     """Near the run without it, but not the same; the same vectorised or not; fewer bytes."""
     whole, rounded = (run(name, 5, participation=3, encode=e) for e in ("", encode))
     loop = run(name, 5, participation=3, encode=encode, mode="loop")
-    x = TABLE[name].point
+    x = METHODS[name].point
     assert not torch.equal(whole.shared[x], rounded.shared[x])
     torch.testing.assert_close(whole.shared[x], rounded.shared[x], rtol=0, atol=0.05)
     torch.testing.assert_close(loop.shared, rounded.shared, rtol=1e-9, atol=1e-9)

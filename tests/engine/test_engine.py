@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from nestfed import Classify, Examples, Minimize
-from nestfed.algorithms import TABLE, FedAdam, FedAMS, FedAvg, FedYogi, Scaffold
+from nestfed.algorithms import METHODS, FedAdam, FedAMS, FedAvg, FedYogi, Scaffold
 from nestfed.core import Batch, NestfedError, Tape
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
@@ -52,7 +52,7 @@ def columns(history: Any) -> list[dict[str, Any]]:
 def test_resumes_to_the_last_bit(name: str, mode: str, tmp_path: Path) -> None:
     """With everything that clients keep, some of whom sat out the round before the break."""
     s = setting(name)
-    part = None if TABLE[name].single else 3
+    part = None if METHODS[name].single else 3
     options: dict[str, Any] = {"q": Q, "seed": 5, "progress": False, "mode": mode, "participation": part}
     whole = simulate(s.problem, method(name), s.clients, rounds=5, **options)
     simulate(s.problem, method(name), s.clients, rounds=3, directory=tmp_path, **options)
@@ -392,7 +392,7 @@ def test_a_round_without_answers_changes_nothing() -> None:
     assert [r["iteration"] for r in result.history] == [2 * max(0, i + 1 - first) for i in range(12)]
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not TABLE[n].single])
+@pytest.mark.parametrize("name", [n for n in CASES if not METHODS[n].single])
 def test_iteration_0_waits_for_somebody(name: str) -> None:
     """Whoever comes first initialises the estimators, just as if the empty rounds before had not been."""
     s = setting(name)
@@ -417,7 +417,7 @@ def test_iteration_0_waits_for_somebody(name: str) -> None:
             clients = s.clients.seeded(seed)
             return clients.sample(who[n], t)
 
-    if TABLE[name].name in ("scaffold", "codasca"):
+    if METHODS[name].name in ("scaffold", "codasca"):
         return  # their server counts the absent
     alone = simulate(s.problem, method(name), Those(), rounds=1, q=Q, seed=seed, progress=False)
     for field, value in alone.shared.items():

@@ -20,7 +20,7 @@ from test_contract import CASES, Q, method, setting
 from torch import nn
 
 from nestfed import Classify, Examples
-from nestfed.algorithms import TABLE, FedAvg, Scaffold
+from nestfed.algorithms import METHODS, FedAvg, Scaffold
 from nestfed.core import NestfedError
 
 EVERY = pytest.mark.parametrize("name", CASES)
@@ -31,7 +31,7 @@ PATHS = [str(p) for p in (HERE, HERE.parent, *sorted(HERE.iterdir())) if p.is_di
 def run(name: str, rounds: int = 4, **options: Any) -> Any:
     """Four of five clients a round, so that some sit out."""
     s = setting(name)
-    options = {"q": Q, "seed": 5, "progress": False, "participation": None if TABLE[name].single else 4, **options}
+    options = {"q": Q, "seed": 5, "progress": False, "participation": None if METHODS[name].single else 4, **options}
     return simulate(s.problem, method(name), s.clients, rounds=rounds, **options)
 
 

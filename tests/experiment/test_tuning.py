@@ -86,7 +86,7 @@ def test_the_better_half_has_the_lower_values_of_a_loss() -> None:
 @pytest.mark.parametrize(("metric", "choose"), [("log_loss", min), ("accuracy", max)])
 def test_the_metric_decides_in_its_own_direction(metric: str, choose: Any, tmp_path: Path) -> None:
     """Tuning by log-loss chooses the lowest one on validation data; it once chose the highest."""
-    experiment = small(fedavg=ETAS).with_overrides({"run.metric": metric})
+    experiment = small(fedavg=ETAS).with_overrides({"evaluation.metric": metric})
     judge, tuned = tune(experiment, ["fedavg"], tmp_path, stopping=False, workers=1)
     ends = {}
     for trial, place in zip(tuned["fedavg"].trials, sorted((tmp_path / "fedavg").glob("trial-*"))):
@@ -155,7 +155,7 @@ def test_a_metric_of_a_plain_function_must_declare_its_direction(
 def test_the_best_model_is_kept_by_the_metrics_direction(metric: str, choose: Any, tmp_path: Path) -> None:
     """With far too large a step the log-loss rises, so that the highest one is not that of the best model."""
     changes = {**SMALL, "problem.name": "classify", "algorithm.name": "fedavg", "algorithm.eta": 300.0}
-    experiment = read("demo").with_overrides({**changes, "run.output": "best", "run.metric": metric})
+    experiment = read("demo").with_overrides({**changes, "evaluation.keep": "best", "evaluation.metric": metric})
     records = run(experiment, tmp_path, progress=False, picture=False)
     values = [r[f"val_{metric}"] for r in records]
     assert choose(values) != values[-1]

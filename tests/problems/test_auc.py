@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nestfed.algorithms import CODA, FCSGM, FMGDA, AccFCSGM, FedAvg
 from nestfed.core import NestfedError
-from nestfed.data.clients import Examples, Pairs
+from nestfed.data.clients import Balanced, Examples, Pairs
 from nestfed.metrics import auroc, average_precision
 from nestfed.models import Mlp
 from nestfed.problems.auprc import AUPRC
@@ -174,15 +174,18 @@ def test_the_score_may_be_a_sigmoid() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: AUROC(Mlp(3), p=0.0), "must lie in"),
-        (lambda: AUROC(Mlp(3), p=1.0), "must lie in"),
+        (lambda: AUROC(Mlp(3), p=0.0), "between 0 and 1"),
+        (lambda: AUROC(Mlp(3), p=1.0), "between 0 and 1"),
         (lambda: AUROC(torch.zeros(3), p=0.5), "nn.Module"),
         (lambda: AUROC(nn.Identity(), p=0.5).loss_at(torch.zeros(2), torch.zeros(1), _batch()), "shape"),
+        (lambda: AUROC(Mlp(3, ())).loss_at(torch.zeros(6), torch.zeros(1), _batch()), "Balanced"),
+        (lambda: AUROC(Mlp(3, ()), p=0.5).loss_at(torch.zeros(6), torch.zeros(1), (*_batch(), torch.ones(3))), "p=…"),
+        (lambda: Balanced((torch.zeros(4, 1), torch.ones(4)), [np.arange(4)]), "one class"),
         (lambda: AUPRC(Mlp(3), margin=0.0), "margin"),
         (lambda: Pairs((torch.zeros(4, 1), torch.tensor([0, 1, 2, 0])), [np.arange(4)]), "0 and 1"),
         (lambda: Pairs((torch.zeros(4, 1), torch.zeros(4)), [np.arange(4)]), "No client has a positive"),
         (lambda: Pairs((torch.zeros(4, 1), torch.ones(4)), [np.arange(4)], inner=1), "at least 2"),
-        (lambda: Pairs((torch.zeros(4, 1), torch.ones(4)), [np.arange(4)], inner_positives=16), "inner_positives"),
+        (lambda: Pairs((torch.zeros(4, 1), torch.ones(4)), [np.arange(4)], inner_positives=24), "inner_positives"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(make: object, words: str) -> None:
@@ -236,10 +239,10 @@ def test_the_objective_over_all_pairs(n: int, positives: int, seed: int, margin:
 def test_a_better_order_has_a_lower_loss_and_descent_improves_it() -> None:
     y = torch.tensor([0, 0, 0, 0, 1, 1])
     rising = torch.linspace(-2, 2, 6, dtype=torch.float64)
-    losses = [float(AUPRC(Table(h)).loss(h, everything(h, y))) for h in (rising, -rising)]
+    losses = [float(AUPRC(Table(h), margin=0.1).loss(h, everything(h, y))) for h in (rising, -rising)]
     assert losses[0] < -0.9 < -0.35 < losses[1] <= 0
     h, y = labelled(40, 8, 9)
-    problem, batch, x = AUPRC(Table(h)), everything(h, y), h
+    problem, batch, x = AUPRC(Table(h), margin=0.1), everything(h, y), h
     for _ in range(200):
         x = x - 5.0 * problem.grad(x, batch)
     assert average_precision(h, y) < 0.6

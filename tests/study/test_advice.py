@@ -14,7 +14,7 @@ from nestfed_papers.toys import MinimaxToy
 from numpy.testing import assert_allclose
 
 from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier
-from nestfed.algorithms import TABLE, build
+from nestfed.algorithms import METHODS, build
 from nestfed.core import Differentiable, NestfedError, Saddle
 from nestfed.data.clients import Examples
 from nestfed.engine.progress import Progress, flat_since
@@ -36,7 +36,7 @@ KINDS = {
 @pytest.mark.parametrize("rounds", [1, 5, 100])
 def test_a_choice_fits_the_problem_and_has_a_reason(objective: str, participation: Any, rounds: int) -> None:
     choice = choose(objective, clients=8, rounds=rounds, participation=participation)
-    method = TABLE[choice.name]
+    method = METHODS[choice.name]
     assert issubclass(method.accepts, KINDS[objective])
     assert len(choice.why.split()) > 5
     if participation is not None:
@@ -50,7 +50,7 @@ def test_an_unknown_objective_is_refused() -> None:
 
 
 def test_every_method_can_be_configured_by_one_step_size() -> None:
-    for name in TABLE:
+    for name in METHODS:
         more = {"eta_g": 0.1} if name in ("fedadam", "fedyogi", "fedadagrad", "fedams") else None
         made = advice.configure(name, 0.025, more, rounds=10, q=5)
         assert 0.025 in vars(made).values()

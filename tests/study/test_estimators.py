@@ -21,12 +21,12 @@ from torch import nn
 
 from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 from nestfed.core import DivergedError, NestfedError
+from nestfed.data.clients import Balanced
 from nestfed.data.encoding import numbered
 from nestfed.data.partition import even
 from nestfed.problems import Simplex
 from nestfed.problems.auroc import AUROC
 from nestfed.study import advice
-from nestfed.study.batches import Balanced, BalancedAUROC
 from nestfed.study.labelled import calibrate
 from nestfed.study.meta import TaskClients
 from nestfed.study.sites import common_encoding, gather
@@ -180,7 +180,7 @@ def test_balanced_batches_have_the_same_objective() -> None:
     parts = np.split(np.arange(len(y)), np.cumsum(sizes)[:-1])
     model = nn.Sequential(nn.Linear(3, 1, dtype=torch.float64), nn.Flatten(0))
     p = float(np.mean([k / n for n, k in zip(sizes, positives)]))
-    plain, balanced = AUROC(model, p=p), BalancedAUROC(model)
+    plain, balanced = AUROC(model, p=p), AUROC(model)
     theta, w = plain.x0 + 0.1, torch.tensor([0.3], dtype=torch.float64)
     exact = [plain.grads(theta, w, (x[part], labels[part])) for part in parts]
     wanted = [torch.stack([g[i] for g in exact]).mean(0) / (4 * p * (1 - p)) for i in (0, 1)]

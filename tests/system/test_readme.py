@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nestfed.algorithms import TABLE
+from nestfed.algorithms import METHODS
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -22,4 +22,4 @@ def test_the_example_works_when_pasted() -> None:
 
 def test_every_method_is_named() -> None:
     named = re.findall(r"`([a-z-]+)`", README[README.index("## Methods") :])
-    assert sorted(n for n in named if n in TABLE) == sorted(TABLE)
+    assert sorted(n for n in named if n in METHODS) == sorted(METHODS)

@@ -9,7 +9,6 @@ import boxes
 import numpy as np
 import pytest
 
-from nestfed.algorithms import TABLE, cite
 from nestfed.core import NestfedError, at
 from nestfed.theory import COMPLEXITY, METHODS, CubeRoot, Squared, adaptive, prescribe
 from nestfed.theory.base import sum_of_cubes
@@ -396,32 +395,3 @@ def test_complexities():
     assert COMPLEXITY["fmgda"].communication_text == "Õ(ε^-2)"
     assert COMPLEXITY["bsgd"].communication_text == "none"
     assert set(METHODS) <= set(COMPLEXITY)
-
-
-# --- Citations ---
-
-
-def test_citations():
-    for name, keys in cite.CITES.items():
-        text = cite.bibtex(name)
-        for key in keys:
-            assert f"{{{key}," in text
-        assert text.count("{") == text.count("}")
-        assert "author" in text
-    assert set(METHODS) <= set(cite.CITES)
-    assert {key for keys in cite.CITES.values() for key in keys} == set(cite.ENTRIES)
-    for key, entry in cite.ENTRIES.items():
-        assert entry.startswith("@")
-        assert f"{{{key}," in entry.splitlines()[0]
-        assert "doi" not in entry
-    assert cite.bibtex("CODA+") == cite.bibtex("codasca")
-    assert "Anonymous" in cite.bibtex("fmgda")
-    with pytest.raises(NestfedError, match="did you mean fedavg"):
-        cite.bibtex("fedavgg")
-    with pytest.raises(NestfedError, match="known are"):
-        cite.bibtex("qqqq")
-
-
-@pytest.mark.parametrize("name", sorted(TABLE))
-def test_every_method_can_be_cited(name):
-    assert cite.bibtex(name).count("@") >= 1

@@ -22,7 +22,7 @@ def experiment(problem: dict[str, Any], algorithm: dict[str, Any], **others: Any
     return {**tables, "run": {**RUN, **others.get("run", {})}}
 
 
-AUPRC = {"name": "auprc", "outer": 2, "inner": 8}
+AUPRC = {"name": "auprc", "outer": 2, "inner": 8, "margin": 0.1}
 FEDAVG = {"name": "fedavg", "eta": 0.5}
 EXPERIMENTS: dict[str, dict[str, Any]] = {
     "classify": experiment(
@@ -32,9 +32,11 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         partition={"kind": "dirichlet", "clients": 4},
         model={"name": "mlp", "hidden": [5]},
     ),
-    "auroc": experiment({"name": "auroc", "batch": 8}, {"name": "codasca", "eta": 0.1, "gamma": 10.0, "T0": 4}),
+    "auroc-balanced": experiment({"name": "auroc", "batch": 8}, {"name": "codasca", "eta": 0.1, "gamma": 10.0, "T0": 4}),
+    "auroc": experiment(
+        {"name": "auroc", "batch": 8, "balanced": False}, {"name": "codasca", "eta": 0.1, "gamma": 10.0, "T0": 4}),
     "auroc-sigmoid": experiment(
-        {"name": "auroc", "batch": 8, "sigmoid": True}, {"name": "fmgda", "c_hat": 0.1, "c": 0.1, "alpha": 0.3}
+        {"name": "auroc", "batch": 8, "balanced": False, "sigmoid": True}, {"name": "fmgda", "c_hat": 0.1, "c": 0.1, "alpha": 0.3}
     ),
     "auprc": experiment(
         {**AUPRC, "inner_positives": 3, "initial_batch": 6},

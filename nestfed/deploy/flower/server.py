@@ -29,7 +29,7 @@ from nestfed.deploy.flower.messages import (
     write_plan,
 )
 from nestfed.deploy.flower.roster import POLL, Roster, Setup
-from nestfed.deploy.site import LABELLED, Agreement, at_coordinator, finish, merge
+from nestfed.deploy.site import Agreement, at_coordinator, finish, merge
 from nestfed.engine import loop
 from nestfed.engine.privacy import Noise
 from nestfed.engine.progress import Progress
@@ -38,6 +38,7 @@ from nestfed.engine.run_directory import RunDirectory
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
 from nestfed.files import locked, write_atomically, write_model
+from nestfed.problems.objective import Labelled
 
 PREDECESSOR = 60.0
 """Seconds for the ServerApp of a SuperLink that was killed to notice, about ten, before the run is rejected."""
@@ -66,7 +67,7 @@ class Coordinator:
         study, setup, say = self.study, self.setup, self.roster.say
         plan, token = self.plan()
         made = study.make() if isinstance(study, Custom) else at_coordinator(study, plan)
-        sites_evaluate = not isinstance(study, Custom) and study.problem.name in LABELLED
+        sites_evaluate = not isinstance(study, Custom) and isinstance(study.problem, Labelled)
         problem, method, exchange = made.problem, made.algorithm, study.exchange
         _check(problem, method, study, setup.sites)
         flower = Flower(self.roster, plan, token, method.point, exchange, sites_evaluate=sites_evaluate)

@@ -129,7 +129,7 @@ def study(method: str) -> tuple[Any, Any, Any, str, Any]:
     if method == "fcsg-m":
         judge = lambda m: {"ap": average_precision(m(x_test).double().numpy(), y_test.numpy())}  # noqa: E731
         clients: Any = Pairs((x, y), parts, outer=4, inner=16)
-        return AUPRC(model), build("fcsg-m", alpha=0.5, beta=0.5), clients, "ap", judge
+        return AUPRC(model, margin=0.1), build("fcsg-m", alpha=0.5, beta=0.5), clients, "ap", judge
     judge = lambda m: {"auroc": auroc(m(x_test).double().numpy(), y_test.numpy())}  # noqa: E731
     clients = Examples((x, y), parts, batch=20)
     algorithm = build("fmgda", c_hat=0.1, c=0.1, alpha=0.5)

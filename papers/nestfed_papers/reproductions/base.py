@@ -219,6 +219,7 @@ class Case:
     """How the paper's table calls it."""
     experiment: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings by section.name, or by methods.METHOD.section.name for one method."""
     published: Mapping[str, float] = field(default_factory=dict)
     higher: float | None = None
     """A target above the published values, for the costs of reaching it."""
@@ -230,7 +231,13 @@ class Case:
     def build(self, budget: Budget) -> Experiment:
         """Return the experiment at a budget."""
         changes = {**self.changes, **budget.changes, **budget.only_for.get(self.data, {})}
-        experiment = read(budget.swap.get(self.experiment, self.experiment)).with_overrides(changes)
+        common = {k: v for k, v in changes.items() if not k.startswith("methods.")}
+        experiment = read(budget.swap.get(self.experiment, self.experiment)).with_overrides(common)
+        tables = copy.deepcopy(dict(experiment.source))
+        for key in changes.keys() - common.keys():
+            _, method, section, setting = key.split(".")
+            tables["methods"][method].setdefault(section, {})[setting] = changes[key]
+        experiment = from_tables(tables)
         return experiment if self.sweep is None else _swept(experiment, *self.sweep)
 
 

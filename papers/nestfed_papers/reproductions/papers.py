@@ -43,11 +43,9 @@ COSTS: Mapping[str, Cost] = {
     "eicu": Cost(0.05, 0.1),
     "heart-disease": Cost(0.03, 0.1),
 }
-TWICE = frozenset({"acc-fcsg-m", "fmgda", "stem", "fafed"})
-"""Methods that evaluate every batch at two points."""
-
 SMALL_BATCHES: Mapping[str, Any] = {
-    "problem.batch": 20,
+    "methods.fedavg.problem.batch": 20,
+    "methods.coda-plus.problem.batch": 20,
     "problem.outer": 5,
     "problem.inner": 15,
     "problem.inner_positives": 5,

@@ -1,46 +1,48 @@
-"""Whom to cite for a method: `bibtex("fcsg")`.
+"""The papers behind the methods, in BibTeX, and whom to cite for a name: `bibtex("fcsg")`.
 
 Taken from the papers' own first pages and bibliographies; entries carry no DOI where none was at hand.
 """
 
 from __future__ import annotations
 
-import difflib
+from nestfed.core import METHODS, NestfedError, unknown
+from nestfed.problems import OBJECTIVES
 
-from nestfed.core import NestfedError
-
-ENTRIES: dict[str, str] = {
-    "wu2023fcso": """@inproceedings{wu2023fcso,
+WU_2023_FCSG = """@inproceedings{wu2023fcso,
   title     = {Federated Conditional Stochastic Optimization},
   author    = {Wu, Xidong and Sun, Jianhui and Hu, Zhengmian and Li, Junyi and Zhang, Aidong and Huang, Heng},
   booktitle = {Advances in Neural Information Processing Systems},
   volume    = {36},
   year      = {2023}
-}""",
-    "gao2022local": """@inproceedings{gao2022local,
+}"""
+
+GAO_2022 = """@inproceedings{gao2022local,
   title     = {On the Convergence of Local Stochastic Compositional Gradient Descent with Momentum},
   author    = {Gao, Hongchang and Li, Junyi and Huang, Heng},
   booktitle = {International Conference on Machine Learning},
   pages     = {7017--7035},
   publisher = {PMLR},
   year      = {2022}
-}""",
-    "fmgda2022": """@misc{fmgda2022,
+}"""
+
+FMGDA_2022 = """@misc{fmgda2022,
   title  = {On the Convergence of Federated Deep {AUC} Maximization},
   author = {{Anonymous authors}},
   note   = {Withdrawn submission to ICLR 2023; the text at hand is anonymous},
   url    = {https://openreview.net/forum?id=WVYJ0BaytpF},
   year   = {2022}
-}""",
-    "wu2023fafed": """@inproceedings{wu2023fafed,
+}"""
+
+WU_2023_FAFED = """@inproceedings{wu2023fafed,
   title     = {Faster Adaptive Federated Learning},
   author    = {Wu, Xidong and Huang, Feihu and Hu, Zhengmian and Huang, Heng},
   booktitle = {Proceedings of the AAAI Conference on Artificial Intelligence},
   volume    = {37},
   pages     = {10379--10387},
   year      = {2023}
-}""",
-    "mcmahan2017communication": """@inproceedings{mcmahan2017communication,
+}"""
+
+MCMAHAN_2017 = """@inproceedings{mcmahan2017communication,
   title     = {Communication-Efficient Learning of Deep Networks from Decentralized Data},
   author    = {McMahan, Brendan and Moore, Eider and Ramage, Daniel and Hampson, Seth and
                {Ag{\\"u}era y Arcas}, Blaise},
@@ -48,8 +50,9 @@ ENTRIES: dict[str, str] = {
   pages     = {1273--1282},
   publisher = {PMLR},
   year      = {2017}
-}""",
-    "li2020federated": """@inproceedings{li2020federated,
+}"""
+
+LI_2020 = """@inproceedings{li2020federated,
   title     = {Federated Optimization in Heterogeneous Networks},
   author    = {Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and Talwalkar, Ameet and
                Smith, Virginia},
@@ -57,8 +60,9 @@ ENTRIES: dict[str, str] = {
   volume    = {2},
   pages     = {429--450},
   year      = {2020}
-}""",
-    "karimireddy2020scaffold": """@inproceedings{karimireddy2020scaffold,
+}"""
+
+KARIMIREDDY_2020 = """@inproceedings{karimireddy2020scaffold,
   title     = {{SCAFFOLD}: Stochastic Controlled Averaging for Federated Learning},
   author    = {Karimireddy, Sai Praneeth and Kale, Satyen and Mohri, Mehryar and Reddi, Sashank and
                Stich, Sebastian and Suresh, Ananda Theertha},
@@ -66,8 +70,9 @@ ENTRIES: dict[str, str] = {
   pages     = {5132--5143},
   publisher = {PMLR},
   year      = {2020}
-}""",
-    "khanduri2021stem": """@inproceedings{khanduri2021stem,
+}"""
+
+KHANDURI_2021 = """@inproceedings{khanduri2021stem,
   title     = {{STEM}: A Stochastic Two-Sided Momentum Algorithm Achieving Near-Optimal Sample and
                Communication Complexities for Federated Learning},
   author    = {Khanduri, Prashant and Sharma, Pranay and Yang, Haibo and Hong, Mingyi and Liu, Jia and
@@ -76,23 +81,26 @@ ENTRIES: dict[str, str] = {
   volume    = {34},
   pages     = {6050--6061},
   year      = {2021}
-}""",
-    "reddi2021adaptive": """@inproceedings{reddi2021adaptive,
+}"""
+
+REDDI_2021 = """@inproceedings{reddi2021adaptive,
   title     = {Adaptive Federated Optimization},
   author    = {Reddi, Sashank J. and Charles, Zachary and Zaheer, Manzil and Garrett, Zachary and
                Rush, Keith and Kone{\\v{c}}n{\\'y}, Jakub and Kumar, Sanjiv and McMahan, H. Brendan},
   booktitle = {International Conference on Learning Representations},
   year      = {2021}
-}""",
-    "wang2022communication": """@inproceedings{wang2022communication,
+}"""
+
+WANG_2022 = """@inproceedings{wang2022communication,
   title     = {Communication-Efficient Adaptive Federated Learning},
   author    = {Wang, Yujia and Lin, Lu and Chen, Jinghui},
   booktitle = {International Conference on Machine Learning},
   pages     = {22802--22838},
   publisher = {PMLR},
   year      = {2022}
-}""",
-    "hu2020biased": """@inproceedings{hu2020biased,
+}"""
+
+HU_2020 = """@inproceedings{hu2020biased,
   title     = {Biased Stochastic First-Order Methods for Conditional Stochastic Optimization and
                Applications in Meta Learning},
   author    = {Hu, Yifan and Zhang, Siqi and Chen, Xin and He, Niao},
@@ -100,8 +108,9 @@ ENTRIES: dict[str, str] = {
   volume    = {33},
   pages     = {2759--2770},
   year      = {2020}
-}""",
-    "wang2017stochastic": """@article{wang2017stochastic,
+}"""
+
+WANG_2017 = """@article{wang2017stochastic,
   title   = {Stochastic Compositional Gradient Descent: Algorithms for Minimizing Compositions of
              Expected-Value Functions},
   author  = {Wang, Mengdi and Fang, Ethan X. and Liu, Han},
@@ -110,46 +119,52 @@ ENTRIES: dict[str, str] = {
   number  = {1-2},
   pages   = {419--449},
   year    = {2017}
-}""",
-    "huang2021compositional": """@article{huang2021compositional,
+}"""
+
+HUANG_2021 = """@article{huang2021compositional,
   title   = {Compositional Federated Learning: Applications in Distributionally Robust Averaging and
              Meta Learning},
   author  = {Huang, Feihu and Li, Junyi and Huang, Heng},
   journal = {arXiv preprint arXiv:2106.11264},
   year    = {2021}
-}""",
-    "wang2021memory": """@article{wang2021memory,
+}"""
+
+WANG_2021 = """@article{wang2021memory,
   title   = {Memory-Based Optimization Methods for Model-Agnostic Meta-Learning},
   author  = {Wang, Bokun and Yuan, Zhuoning and Ying, Yiming and Yang, Tianbao},
   journal = {arXiv preprint arXiv:2106.04911},
   year    = {2021},
   note    = {Extended version: Journal of Machine Learning Research 24(145):1--46, 2023}
-}""",
-    "deng2021local": """@inproceedings{deng2021local,
+}"""
+
+DENG_2021 = """@inproceedings{deng2021local,
   title     = {Local Stochastic Gradient Descent Ascent: Convergence Analysis and Communication Efficiency},
   author    = {Deng, Yuyang and Mahdavi, Mehrdad},
   booktitle = {International Conference on Artificial Intelligence and Statistics},
   pages     = {1387--1395},
   publisher = {PMLR},
   year      = {2021}
-}""",
-    "sharma2022federated": """@inproceedings{sharma2022federated,
+}"""
+
+SHARMA_2022 = """@inproceedings{sharma2022federated,
   title     = {Federated Minimax Optimization: Improved Convergence Analyses and Algorithms},
   author    = {Sharma, Pranay and Panda, Rohan and Joshi, Gauri and Varshney, Pramod},
   booktitle = {International Conference on Machine Learning},
   pages     = {19683--19730},
   publisher = {PMLR},
   year      = {2022}
-}""",
-    "guo2020communication": """@inproceedings{guo2020communication,
+}"""
+
+GUO_2020 = """@inproceedings{guo2020communication,
   title     = {Communication-Efficient Distributed Stochastic {AUC} Maximization with Deep Neural Networks},
   author    = {Guo, Zhishuai and Liu, Mingrui and Yuan, Zhuoning and Shen, Li and Liu, Wei and Yang, Tianbao},
   booktitle = {International Conference on Machine Learning},
   pages     = {3864--3874},
   publisher = {PMLR},
   year      = {2020}
-}""",
-    "yuan2021federated": """@inproceedings{yuan2021federated,
+}"""
+
+YUAN_2021 = """@inproceedings{yuan2021federated,
   title     = {Federated Deep {AUC} Maximization for Heterogeneous Data with a Constant Communication
                Complexity},
   author    = {Yuan, Zhuoning and Guo, Zhishuai and Xu, Yi and Ying, Yiming and Yang, Tianbao},
@@ -157,80 +172,24 @@ ENTRIES: dict[str, str] = {
   pages     = {12219--12229},
   publisher = {PMLR},
   year      = {2021}
-}""",
-    "chen2020toward": """@inproceedings{chen2020toward,
+}"""
+
+CHEN_2020 = """@inproceedings{chen2020toward,
   title     = {Toward Communication Efficient Adaptive Gradient Method},
   author    = {Chen, Xiangyi and Li, Xiaoyun and Li, Ping},
   booktitle = {Proceedings of the 2020 ACM-IMS on Foundations of Data Science Conference},
   pages     = {119--128},
   year      = {2020}
-}""",
-    "ying2016stochastic": """@inproceedings{ying2016stochastic,
-  title     = {Stochastic Online {AUC} Maximization},
-  author    = {Ying, Yiming and Wen, Longyin and Lyu, Siwei},
-  booktitle = {Advances in Neural Information Processing Systems},
-  volume    = {29},
-  pages     = {451--459},
-  year      = {2016}
-}""",
-    "qi2021stochastic": """@inproceedings{qi2021stochastic,
-  title     = {Stochastic Optimization of Areas Under Precision-Recall Curves with Provable Convergence},
-  author    = {Qi, Qi and Luo, Youzhi and Xu, Zhao and Ji, Shuiwang and Yang, Tianbao},
-  booktitle = {Advances in Neural Information Processing Systems},
-  volume    = {34},
-  pages     = {1752--1765},
-  year      = {2021}
-}""",
-}
-
-CITES: dict[str, tuple[str, ...]] = {
-    "fcsg": ("wu2023fcso",),
-    "fcsg-m": ("wu2023fcso",),
-    "acc-fcsg-m": ("wu2023fcso",),
-    "bsgd": ("hu2020biased",),
-    "bspiderboost": ("hu2020biased",),
-    "local-scgdm": ("gao2022local",),
-    "local-scgdm-tasks": ("gao2022local",),
-    "local-scgd": ("wang2017stochastic", "gao2022local"),
-    "local-bsgd": ("huang2021compositional",),
-    "local-moml": ("wang2021memory",),
-    "scgd": ("wang2017stochastic",),
-    "fmgda": ("fmgda2022",),
-    "local-sgda": ("deng2021local",),
-    "momentum-local-sgda": ("sharma2022federated",),
-    "coda": ("guo2020communication",),
-    "coda-plus": ("yuan2021federated",),
-    "codasca": ("yuan2021federated",),
-    "fedavg": ("mcmahan2017communication",),
-    "fedprox": ("li2020federated",),
-    "scaffold": ("karimireddy2020scaffold",),
-    "stem": ("khanduri2021stem",),
-    "fedadam": ("reddi2021adaptive",),
-    "fedyogi": ("reddi2021adaptive",),
-    "fedadagrad": ("reddi2021adaptive",),
-    "fedams": ("wang2022communication",),
-    "naive-adaptive": ("chen2020toward", "wu2023fafed"),
-    "fafed": ("wu2023fafed",),
-    "auroc": ("ying2016stochastic",),
-    "auprc": ("qi2021stochastic",),
-}
-"""Method or objective → keys of the entries to cite."""
-
-ALIASES: dict[str, str] = {
-    "coda+": "coda-plus",
-    "fmsgda": "fmgda",
-    "local-maml": "local-bsgd",
-    "solam": "auroc",
-    "soap": "auprc",
-}
+}"""
 
 
 def bibtex(name: str) -> str:
-    """The BibTeX entries for a method or objective; an unknown name is answered with the nearest one."""
+    """Return the BibTeX entries of a method or an objective, by its name or another name for it."""
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
-    key = ALIASES.get(key, key)
-    if key not in CITES:
-        near = difflib.get_close_matches(key, [*CITES, *ALIASES], n=1)
-        hint = f"did you mean {near[0]}" if near else f"known are {', '.join(CITES)}"
-        raise NestfedError(f"Nothing is known to cite for {name!r}: {hint}.")
-    return "\n\n".join(ENTRIES[k] for k in CITES[key])
+    known = {**METHODS, **OBJECTIVES}
+    known |= {alias: thing for thing in known.values() for alias in thing.aliases}
+    if key not in known:
+        raise unknown("method or objective", name, known)
+    if not known[key].cites:
+        raise NestfedError(f"{key} names no paper to cite: its class has no `cites`.")
+    return "\n\n".join(known[key].cites)

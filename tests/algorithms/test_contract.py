@@ -14,13 +14,13 @@ import pytest
 import torch
 from cases import SEED, trace
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
-from support import simulate
+from support import answering, simulate
 
 from nestfed.algorithms import TABLE, build
 from nestfed.core import Algorithm, Batch, NestfedError, Tape
-from nestfed.data.random import Streams
+from nestfed.engine.encode import Encoding
+from nestfed.engine.options import Exchange
 from nestfed.engine.program import Program, span_from
-from nestfed.engine.round import Participation, size
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
 
@@ -269,7 +269,7 @@ def test_partial_participation(name: str, failures: float) -> None:
     took_part = [record["participants"] for record in result.history]
     assert max(took_part) == 3
     assert (min(took_part) < 3) == bool(failures)
-    once = size(result.shared)
+    once, _ = Encoding().sizes(result.shared)
     assert once == sum(v.numel() * 8 for v in result.shared.values())
     assert set(result.shared) == set(TABLE[name].shared)
     for record, total in zip(result.history, itertools.accumulate(took_part)):
@@ -281,15 +281,15 @@ def test_partial_participation(name: str, failures: float) -> None:
 def test_participation_in_plain_words(name: str) -> None:
     """The rounds written out: who was away rejoins, receives, steps and sends; the server gets the mean and |S|/N."""
     algorithm, s, rounds = method(name), setting(name), 5
-    clients, streams, who = s.clients.seeded(SEED), Streams(SEED), Participation(3, 0.3)
+    clients, exchange = s.clients.seeded(SEED), Exchange(count=3, failures=0.3)
     template = algorithm.init(s.problem, s.problem.x0)
     shared = {k: getattr(template, k) for k in algorithm.shared}
     states, server = [template] * 5, algorithm.server.init(shared)
     last, t = dict.fromkeys(range(5), -1), 0
     for r in range(rounds):
         span = span_from(algorithm, t, Q)
-        _, answering = who.draw(streams, 5, r)
-        for n in answering:
+        who = answering(exchange, SEED, 5, r)
+        for n in who:
             state = states[n]._replace(**shared)
             if r > 0 and last[n] != r - 1:
                 state = algorithm.rejoin(state, t)
@@ -297,9 +297,9 @@ def test_participation_in_plain_words(name: str) -> None:
             for i in range(*span):
                 state = algorithm.step(s.problem, state, clients.sample(n, i), i)
             states[n], last[n] = algorithm.send(state, span.stop), r
-        if answering:
-            mean = {k: torch.stack([getattr(states[n], k) for n in answering]).mean(0) for k in shared}
-            server, shared = algorithm.server.update(server, shared, mean, len(answering) / 5)
+        if who:
+            mean = {k: torch.stack([getattr(states[n], k) for n in who]).mean(0) for k in shared}
+            server, shared = algorithm.server.update(server, shared, mean, len(who) / 5)
         t = span.stop
     result = run(name, rounds, participation=3, failures=0.3)
     torch.testing.assert_close(dict(result.shared), dict(shared), rtol=1e-10, atol=1e-10)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import nestfed.engine.simulate as engine
+from nestfed.data.random import Purpose, Streams
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 
 HOMES = {"evaluation": Evaluation, "exchange": Exchange, "execution": Execution}
@@ -32,3 +33,9 @@ def grouped(options: dict[str, Any]) -> dict[str, Any]:
 def simulate(problem: Any, method: Any, clients: Any, **options: Any) -> engine.Result:
     """Run `nestfed.simulate`."""
     return engine.simulate(problem, method, clients, **grouped(options))
+
+
+def answering(exchange: Exchange, seed: int, clients: int, round: int) -> list[int]:
+    """Return the clients that are asked in a round and answer, by the rule itself."""
+    luck = Streams(seed).at(Purpose.FAILURE, 0, round).random(clients)
+    return [n for n in exchange.draw(Streams(seed), clients, round) if luck[n] >= exchange.failures]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from support import simulate
 from test_contract import CASES, Q, method, setting
 from test_engines_agree import images
@@ -14,10 +13,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nestfed.algorithms import METHODS, FedAvg, Scaffold
 from nestfed.data.clients import Examples
 from nestfed.data.random import Streams
-from nestfed.engine.local import Local, Share
+from nestfed.engine.encode import Encoding
+from nestfed.engine.local import Local
+from nestfed.engine.options import Exchange
 from nestfed.engine.program import Span
-from nestfed.engine.round import RunState, size
+from nestfed.engine.round import Order, RunState
+from nestfed.engine.store import Tables, private_fields
 from nestfed.engine.workers import Workers
+
+
+def local(problem: Any, algorithm: Any, clients: Any, seed: int = 0, vectorised: bool = False) -> tuple[Local, Any]:
+    """Return clients in this process, and what they share before the first round."""
+    template = algorithm.init(problem, problem.x0)
+    fields = private_fields(algorithm, template, Encoding())
+    store = Tables.start(fields, range(len(clients)), limit=0, folder=None, shared=False)
+    made = Local(problem, algorithm, clients.seeded(seed), store, seed, Exchange(), vectorised=vectorised)
+    return made, RunState.start(algorithm, template, len(clients)).shared
+
+
+def order(count: int, span: Span, round: int = 0) -> Order:
+    """Return an order for the first clients, who all took part in the round before."""
+    return Order(round, span, range(count), [round] * count)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -25,20 +41,15 @@ from nestfed.engine.workers import Workers
 def test_evaluations_per_step(name: str, vectorised: bool) -> None:
     """No method evaluates a batch more often than its box says."""
     s, algorithm = setting(name), method(name)
-    template = algorithm.init(s.problem, s.problem.x0)
-    state = RunState.start(algorithm, template, len(s.clients))
-    clients = s.clients.seeded(1)
-    local = Local(s.problem, algorithm, clients, template, 1, torch.device("cpu"), vectorised)
-    N, steps = len(clients), 3
+    here, shared = local(s.problem, algorithm, s.clients, 1, vectorised)
+    N, steps = len(s.clients), 3
     for start in (0, 7):
-        share = Share(range(N), Span(start, start + steps), 0, -1, [False] * N)
-        with torch.no_grad():
-            tally = local.run(state.shared, state.private, share)
+        reply = here.run(order(N, Span(start, start + steps)), shared)
         # Where a method starts its estimate anew, there is no point before to correct it by.
         points = sum(1 if algorithm.restarts(t) else algorithm.evaluations for t in range(start, start + steps))
         # The toy with tasks notes its inner value only.
         expected = points * (2 if CASES[name].setting == "compositional" else 1)
-        assert tally.evaluations == N * expected
+        assert reply.evaluations == N * expected
 
 
 class Calls(TorchDispatchMode):
@@ -60,16 +71,11 @@ class Calls(TorchDispatchMode):
 def test_bytes_copied_in_a_round(algorithm: Any, fields: int) -> None:
     """A client's round copies its gradients together and its private fields back, and nothing else of size d."""
     problem, clients = images()
-    clients = clients.seeded(0)
-    template = algorithm.init(problem, problem.x0)
-    state = RunState.start(algorithm, template, len(clients))
-    local = Local(problem, algorithm, clients, template, 0, torch.device("cpu"))
+    here, shared = local(problem, algorithm, clients)
     q = 4
-    share = Share([0, 1, 2], Span(0, q), 0, -1, [False] * 3)
-    with torch.no_grad():
-        local.run(state.shared, state.private, share)
-        with Calls() as calls:
-            local.run(state.shared, state.private, share)
+    here.run(order(3, Span(0, q)), shared)
+    with Calls() as calls:
+        here.run(order(3, Span(0, q)), shared)
     vector = problem.x0.numel() * 8
     batches = 3 * q * 6 * 2 * 36 * 8
     activations = 3 * q * 6 * 4 * 16 * 8
@@ -81,13 +87,9 @@ def test_operations_do_not_grow_with_clients_when_vectorised() -> None:
     counts = []
     for clients in (4, 20):
         problem, held = images(clients)
-        algorithm = Scaffold(0.1)
-        template = algorithm.init(problem, problem.x0)
-        state = RunState.start(algorithm, template, clients)
-        local = Local(problem, algorithm, held.seeded(0), template, 0, torch.device("cpu"), True)
-        share = Share(range(clients), Span(0, 3), 0, -1, [False] * clients)
-        with torch.no_grad(), Calls() as calls:
-            local.run(state.shared, state.private, share)
+        here, shared = local(problem, Scaffold(0.1), held, vectorised=True)
+        with Calls() as calls:
+            here.run(order(clients, Span(0, 3)), shared)
         counts.append(calls.operations)
     assert counts[0] == counts[1]
 
@@ -113,23 +115,20 @@ def test_a_round_is_drawn_at_once() -> None:
 
 def test_one_round_trip_per_worker_and_round() -> None:
     problem, clients = images()
-    clients = clients.seeded(0)
-    algorithm = FedAvg(0.1)
-    template = algorithm.init(problem, problem.x0)
-    state = RunState.start(algorithm, template, len(clients))
-    workers = Workers(Local(problem, algorithm, clients, template, 0, torch.device("cpu")), state.shared, {}, 2, 5)
+    here, shared = local(problem, FedAvg(0.1), clients)
+    workers = Workers(here, shared, 2, 5)
     sent: list[int] = []
     for i, pipe in enumerate(workers._pipes):
         workers._pipes[i] = Weighing(pipe, sent)  # type: ignore[call-overload]
     try:
         for r in range(3):
-            tally = workers.run(state.shared, {}, Share(range(5), Span(0, 2), r, -1, [False] * 5))
+            reply = workers.run(order(5, Span(0, 2), r), shared)
     finally:
         workers.close()
     assert workers.trips == 6
-    assert tally.evaluations == 10
+    assert reply.evaluations == 10
     # No vector goes through a pipe, whatever the model's size.
-    assert max(sent) < 400 < size(state.shared)
+    assert max(sent) < 400 < Encoding().sizes(shared)[0]
 
 
 class Weighing:

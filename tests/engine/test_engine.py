@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers.toys import Quadratic
-from support import simulate
+from support import answering, simulate
 from test_contract import CASES, Q, identical, method, setting
 from test_engines_agree import images
 from torch import nn
@@ -26,12 +26,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from nestfed import Classify, Examples, Minimize
 from nestfed.algorithms import METHODS, FedAdam, FedAMS, FedAvg, FedYogi, Scaffold
-from nestfed.core import Batch, NestfedError, Tape
+from nestfed.core import Batch, Metric, NestfedError, Tape
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
+from nestfed.engine.options import Exchange
 from nestfed.engine.program import Span, dropout_keys
 from nestfed.engine.record import read as read_record
-from nestfed.engine.round import Participation, RunState
+from nestfed.engine.round import RunState
 from nestfed.engine.run_directory import Interrupted
 from nestfed.problems.base import Box
 
@@ -145,12 +146,13 @@ def test_what_is_read_lies_in_memory_where_torch_would_put_it(dtype: torch.dtype
     for length in range(0, 64, 8):  # of the header, after which the numbers begin
         fingerprint = "f" * length
         shared = {"c": torch.ones(3, dtype=dtype), "x": torch.ones(5, dtype=dtype)}
-        state = RunState(shared, {"v": torch.ones(3, dtype=dtype)}, {}, torch.zeros(1), kept={"best": shared["c"]})
+        state = RunState(shared, {"v": torch.ones(3, dtype=dtype)}, torch.zeros(1), kept={"best": shared["c"]})
         (tmp_path / str(length)).mkdir()
-        checkpoint.write(tmp_path / str(length), state, fingerprint)
+        checkpoint.write(tmp_path / str(length), state, {}, fingerprint)
         found, _ = checkpoint.read(tmp_path / str(length), fingerprint, torch.device("cpu"))
         assert found is not None
-        places += [v.data_ptr() % 64 for group in (found.shared, found.server, found.kept) for v in group.values()]
+        groups = (found.state.shared, found.state.server, found.state.kept)
+        places += [v.data_ptr() % 64 for group in groups for v in group.values()]
     assert set(places) == {0}
 
 
@@ -194,7 +196,7 @@ from test_engines_agree import images
 from nestfed import Examples
 from nestfed.algorithms import Scaffold
 from nestfed.core import NestfedError
-from support import simulate
+from support import answering, simulate
 
 class Slow(Examples):
     def draw(self, ns, ts):
@@ -228,7 +230,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(workers: int, tmp_path: Path) -> Non
     _, told = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Stopped after round" in told
-    assert f"the same command goes on from {tmp_path}" in told
+    assert f"run it again to resume from {tmp_path}" in told
     done = len(read_record(record))
     problem, clients = images()
     options = {**OPTIONS, "workers": workers}
@@ -249,7 +251,7 @@ def test_an_interruption_without_a_directory() -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return {}
 
-    with pytest.raises(Interrupted, match=r"Stopped after round 1 of 3 \(nothing was to be saved\)"):
+    with pytest.raises(Interrupted, match=r"Stopped after round 1 of 3 \(nothing is saved\)"):
         simulate(problem, FedAvg(0.1), clients, rounds=3, measure=measure, **OPTIONS)
 
 
@@ -306,7 +308,8 @@ def test_a_nan_is_not_the_best() -> None:
     toy = Quadratic(4, 3, seed=1)
     values = iter([math.nan, 1.0, 3.0, math.nan, 2.0])
     found = simulate(
-        toy.problem, FedAvg(0.1), toy.clients, rounds=4, q=2, progress=False, keep="best", metric="score",
+        toy.problem, FedAvg(0.1), toy.clients, rounds=4, q=2, progress=False, keep="best",
+        metric=Metric("score", higher=True),
         evaluate=lambda model: {"score": next(values)},
     )  # fmt: skip
     short = simulate(toy.problem, FedAvg(0.1), toy.clients, rounds=2, q=2, progress=False)
@@ -327,19 +330,19 @@ def test_outputs() -> None:
     assert torch.equal(last.x, seen[-1])
     assert torch.equal(torch.cat([p.reshape(-1) for p in last.model.parameters()]), last.x)
     seen.clear()
-    best = simulate(problem, FedAvg(0.1), clients, keep="best", metric="score", **options)
+    best = simulate(problem, FedAvg(0.1), clients, keep="best", metric=Metric("score", higher=True), **options)
     assert torch.equal(best.x, seen[2])
     seen.clear()
-    least = simulate(problem, FedAvg(0.1), clients, keep="best", metric="-score", **options)
+    least = simulate(problem, FedAvg(0.1), clients, keep="best", metric=Metric("score", higher=False), **options)
     assert torch.equal(least.x, seen[5])
     seen.clear()
-    with pytest.raises(NestfedError, match="asks for 'auroc'"):
+    with pytest.raises(NestfedError, match=r"evaluation\.metric is 'auroc', but the evaluation gives score"):
         simulate(problem, FedAvg(0.1), clients, keep="best", metric="auroc", **options)
 
 
 def test_uniform_output_is_the_mean_of_the_clients_at_the_drawn_iteration() -> None:
     problem, clients = images()
-    options: dict[str, Any] = {**OPTIONS, "q": 3, "rounds": 4, "output": "uniform"}
+    options: dict[str, Any] = {**OPTIONS, "q": 3, "rounds": 4, "keep": "uniform"}
     drawn = set()
     for seed in range(5):
         held = clients.seeded(seed)
@@ -399,13 +402,13 @@ def test_iteration_0_waits_for_somebody(name: str) -> None:
     options: dict[str, Any] = {"q": Q, "progress": False, "participation": 0.3}
     seed = next(
         seed for seed in range(200)
-        if not Participation(0.3).draw(Streams(seed), len(s.clients), 0)[1]
-        and Participation(0.3).draw(Streams(seed), len(s.clients), 1)[1]
+        if not answering(Exchange(share=0.3), seed, len(s.clients), 0)
+        and answering(Exchange(share=0.3), seed, len(s.clients), 1)
     )  # fmt: skip
     empty = simulate(s.problem, method(name), s.clients, rounds=1, seed=seed, **options)
     assert (empty.history[-1]["participants"], empty.history[-1]["iteration"]) == (0, 0)
     late = simulate(s.problem, method(name), s.clients, rounds=2, seed=seed, **options)
-    who = Participation(0.3).draw(Streams(seed), len(s.clients), 1)[1]
+    who = answering(Exchange(share=0.3), seed, len(s.clients), 1)
 
     class Those:
         """The same clients, renumbered: only those who came."""
@@ -440,19 +443,19 @@ def test_an_error_in_the_users_own_code_is_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"participation": 6}, "between 1 and 5"),
-        ({"participation": 0}, "between 1 and 5"),
-        ({"participation": 1.5}, r"\(0, 1\]"),
+        ({"count": 6}, "exchange.count must be at most the number of clients, 5, not 6"),
+        ({"count": -1}, "exchange.count must be"),
+        ({"share": 1.5}, r"\(0, 1\]"),
         ({"failures": 1.0}, r"\[0, 1\)"),
         ({"mode": "fast"}, "auto, vmap or loop"),
         ({"workers": -1}, "workers must be"),
-        ({"workers": 2, "device": "meta"}, "worker processes are for the processor"),
+        ({"workers": 2, "device": "meta"}, "worker processes need a CPU"),
         ({"precision": "fp8"}, "full or bf16"),
         ({"accumulate": 0}, "accumulate must be"),
         ({"compile": True, "mode": "loop"}, "compile needs vectorised"),
-        ({"output": "first"}, "last, uniform or best"),
-        ({"output": "best"}, "name of the metric"),
-        ({"output": "best", "best": "auroc"}, "evaluate or measure"),
+        ({"keep": "first"}, "last, uniform or best"),
+        ({"keep": "best", "evaluate": lambda model: {}}, "name of a metric"),
+        ({"keep": "best", "metric": "auroc"}, "evaluate or measure"),
         ({"rounds": -1}, "rounds must be"),
         ({"q": 0}, "q must be"),
     ],

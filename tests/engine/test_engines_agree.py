@@ -162,10 +162,10 @@ def test_private_fields_on_disk(tmp_path: Path) -> None:
     options: dict[str, Any] = {"q": 2, "progress": False, "mode": "loop"}
     loop = simulate(problem, Scaffold(0.1), clients, workers=1, rounds=3, **options)
     for workers in (1, 2):
-        disk = simulate(problem, Scaffold(0.1), clients, workers=workers, rounds=3, memory_limit=1, **options)
+        disk = simulate(problem, Scaffold(0.1), clients, workers=workers, rounds=3, memory_gb=1e-9, **options)
         close(disk, loop)
-    simulate(problem, Scaffold(0.1), clients, rounds=2, memory_limit=1, directory=tmp_path, **options)
-    close(simulate(problem, Scaffold(0.1), clients, rounds=3, memory_limit=1, directory=tmp_path, **options), loop)
+    simulate(problem, Scaffold(0.1), clients, rounds=2, memory_gb=1e-9, directory=tmp_path, **options)
+    close(simulate(problem, Scaffold(0.1), clients, rounds=3, memory_gb=1e-9, directory=tmp_path, **options), loop)
     assert not [p for p in tmp_path.iterdir() if p.suffix not in (".safetensors", ".jsonl")]
 
 
@@ -259,7 +259,8 @@ import torch
 torch.set_num_threads(1)
 sys.path[:0] = {path!r}
 from test_engines_agree import images
-from nestfed import Examples, simulate
+from support import simulate
+from nestfed import Examples
 from nestfed.algorithms import FedAvg
 
 class Slow(Examples):

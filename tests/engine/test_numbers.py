@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from nestfed import Classify, Examples, Minimax, Minimize
 from nestfed.algorithms import FedAvg, Scaffold, build
 from nestfed.core import NestfedError, Server
+from nestfed.engine.local import Local
 from nestfed.engine.record import read as read_record
-from nestfed.engine.round import Participation
+from nestfed.engine.round import Order
 
 OPTIONS: dict[str, Any] = {"q": 2, "progress": False, "workers": 1}
 MODES = pytest.mark.parametrize("mode", ["loop", "vmap"])
@@ -144,14 +145,6 @@ def test_no_checkpoint_is_promised_that_is_not_there(tmp_path: Path) -> None:
 # --- dropping ---
 
 
-class Only(Participation):
-    """Participation without client 3."""
-
-    def draw(self, streams: Any, clients: int, round: int) -> Any:
-        asked, answering = super().draw(streams, clients, round)
-        return asked, [n for n in answering if n != 3]
-
-
 @pytest.mark.parametrize("reduce", ["mean", "median", "clip:0.05"])
 @pytest.mark.parametrize("encode", ["", "int8"])
 @pytest.mark.parametrize("how", [{"mode": "loop"}, {"mode": "vmap"}, {"mode": "loop", "workers": 2}])
@@ -163,8 +156,16 @@ def test_a_dropped_client_is_one_that_did_not_answer(
     with pytest.warns(UserWarning, match=r"client 3, iteration 0 \(round 1\).* It is left out of this round") as told:
         dropped = simulate(problem, Scaffold(0.1), bad, on_nan="drop", **options)
     assert len(told) == 1  # not once a round
-    monkeypatch.setattr("nestfed.engine.simulate.Participation", Only)
-    close(dropped, simulate(problem, Scaffold(0.1), good, **options), 1e-12)
+    run = Local.run
+
+    def without_3(self: Local, order: Order, shared: Any, evaluate: bool = False) -> Any:
+        """Ask all, let all but client 3 answer."""
+        reply = run(self, order.only([i for i, n in enumerate(order.asked) if n != 3]), shared)
+        reply.downloads = len(order.asked)
+        return reply
+
+    monkeypatch.setattr(Local, "run", without_3)
+    close(dropped, simulate(problem, Scaffold(0.1), good, **{**options, "workers": 1}), 1e-12)
     assert [r["participants"] for r in dropped.history] == [4] * 4
 
 
@@ -195,7 +196,7 @@ def test_a_dropped_client_comes_back_and_a_resumed_run_is_the_same(tmp_path: Pat
 
 def test_when_all_go_wrong_the_run_stops() -> None:
     toy = Quadratic(4, 3)
-    with pytest.raises(NestfedError, match=r"No client of round 1 is left: .* at client 0, iteration"):
+    with pytest.raises(NestfedError, match=r"No client is left in round 1: .* at client 0, iteration"):
         simulate(toy.problem, FedAvg(1e200), toy.clients, rounds=5, on_nan="drop", **OPTIONS)
 
 

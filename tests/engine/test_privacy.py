@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import norm
+from support import simulate
 from test_engines_agree import close, run
 from torch import Tensor
 
-from nestfed import Examples, Minimize, simulate
+from nestfed import Examples, Minimize
 from nestfed.algorithms import FedAvg, build
 from nestfed.core import NestfedError
-from nestfed.deploy.remote import Answer, Coordinator
+from nestfed.engine.options import Exchange, Gaussian
 from nestfed.engine.privacy import Noise, epsilon
-from nestfed.engine.reduce import Reduction
-from nestfed.engine.round import Participation
 
 pytest.importorskip("dp_accounting", reason="the accountant is an extra: pip install 'nestfed[privacy]'")
 
-CLIP = {"reduce": "clip:0.5", "noise": 2.0}
+CLIP = {"clip": 0.5, "noise": 2.0}
 
 
 # --- the accountant ---
@@ -139,31 +138,11 @@ def test_one_client_changes_the_published_sum_by_no_more_than_the_clip() -> None
         assert float((published(changed) - first).norm()) * 10 <= 2 * 0.5 + 1e-4
 
 
-def coordinator(folder: Path, **options: Any) -> Coordinator:
-    still = Still(50, 4)
-    folder.mkdir()
-    return Coordinator(still.problem, FedAvg(0.1), 4, 2, 1, 0, folder, "test", **{**CLIP, **options})
-
-
-def test_a_deployment_draws_noise_that_nobody_else_can(tmp_path: Path) -> None:
-    points = []
-    for i in range(2):
-        c = coordinator(tmp_path / str(i), participation=Participation(0.5))
-        zero = {"x": torch.zeros(50)}
-        c.average({n: Answer(0, zero, 1.0, 0.0, 1) for n in (0, 2)}, 2, 0.0)
-        points.append(c.state.shared["x"])
-        assert c.history[-1]["loss"] is None
-        assert "all clients in every round" in c.promise  # who is asked follows from a seed that all know
-        assert (tmp_path / str(i) / "privacy.txt").read_text().strip() == c.promise
-    assert not torch.allclose(points[0], points[1])
-    assert float(torch.cat(points).std()) == pytest.approx(1.0 / 2.0, rel=0.4)
-
-
 # --- words ---
 
 
 def test_the_statement_says_what_it_rests_on() -> None:
-    blur = Noise.plan(2.0, Reduction.parse("clip:0.5"), Participation(0.1), 100)
+    blur = Noise.plan(Exchange(share=0.1, privacy=Gaussian(clip=0.5, noise=2.0)), 100)
     assert blur is not None
     told = blur.statement(50, ("x", "u"))
     assert f"ε = {epsilon(2.0, 0.1, 50, 1e-5):.4g} at δ = 1e-05" in told
@@ -174,11 +153,13 @@ def test_the_statement_says_what_it_rests_on() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"noise": 1.0}, r"set run\.reduce = 'clip:1\.0', not 'mean'"),
-        ({"noise": 1.0, "reduce": "median"}, "not 'median'"),
-        ({"noise": -1.0, "reduce": "clip:1.0"}, "at least 0"),
-        ({"noise": float("nan"), "reduce": "clip:1.0"}, "at least 0"),
-        ({**CLIP, "participation": 2}, r"set participation to 0\.4 instead of 2"),
+        ({**CLIP, "reduce": "median"}, "not 'median'"),
+        ({**CLIP, "reduce": "clip:1.0"}, "not 'clip:1.0'"),
+        ({**CLIP, "weights": "examples"}, "no privacy"),
+        ({**CLIP, "noise": -1.0}, r"exchange\.privacy\.noise must be a finite number above 0, not -1"),
+        ({**CLIP, "noise": float("nan")}, r"exchange\.privacy\.noise must be a finite number above 0, not nan"),
+        ({**CLIP, "clip": 0.0}, r"exchange\.privacy\.clip must be a finite number above 0, not 0"),
+        ({**CLIP, "participation": 2}, r"set exchange\.share instead of exchange\.count = 2"),
     ],
 )
 def test_what_cannot_be_accounted_for_is_refused(options: dict[str, Any], sentence: str) -> None:

@@ -7,21 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import SEED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from support import simulate
-from test_contract import method, setting
 from test_engines_agree import close, on_two_ranks, run
 from torch import Tensor
 
 from nestfed.core import NestfedError
-from nestfed.deploy.remote import Coordinator, Rules, Site, Store
 from nestfed.engine import reduce as robust
-from nestfed.engine.encode import Encoding
 from nestfed.engine.reduce import Reduction
-from nestfed.engine.round import Participation
 
 HERE = Path(__file__).parents[1]
 KINDS = ["median", "trimmed:0.3", "clip:0.05"]
@@ -65,7 +60,7 @@ def test_clipping_is_joint_over_all_fields() -> None:
     ["mode", "median:3", "trimmed", "trimmed:0.5", "trimmed:x", "clip", "clip:0", "clip:-1", "clip:inf", "clip:nan"],
 )
 def test_wrong_words(wrong: str) -> None:
-    with pytest.raises(NestfedError, match=r"run\.reduce must be mean, median, trimmed:SHARE"):
+    with pytest.raises(NestfedError, match=r"exchange\.reduce must be mean, median, trimmed:SHARE"):
         Reduction.parse(wrong)
 
 
@@ -86,32 +81,6 @@ def test_loop_vmap_and_workers(name: str, reduce: str) -> None:
     mean = run(name, mode="loop", workers=1)
     assert any(not torch.allclose(v, mean.shared[k]) for k, v in loop.shared.items())
     assert all(r["drift"] is None for r in loop.history if r["participants"])
-
-
-@pytest.mark.parametrize("encode", ["", "int8/float16"])
-@pytest.mark.parametrize("name", ["fcsg-m", "scaffold"])
-@kinds
-def test_coordinator(name: str, reduce: str, encode: str, tmp_path: Path) -> None:
-    """Sites and a coordinator that only pass messages, against the simulation."""
-    s = setting(name)
-    clients = s.clients.seeded(SEED)
-    (tmp_path / "run").mkdir()
-    coordinator = Coordinator(
-        s.problem, method(name), 5, 4, 3, SEED, tmp_path / "run", "test", participation=Participation(4), reduce=reduce,
-        encoding=Encoding.parse(encode),
-    )  # fmt: skip
-    while not coordinator.over:
-        answers = {}
-        for n in coordinator.ask():
-            store = Store(tmp_path / f"site-{n}", f"client {n}")
-            site = Site(s.problem, method(name), clients, n, 3, SEED, store, Encoding.parse(encode))
-            answers[n] = coordinator.believe(site(coordinator.order(n), coordinator.broadcast()))
-        coordinator.average(answers, len(answers), 0.0)
-    expected = simulate(
-        s.problem, method(name), s.clients, rounds=4, q=3, seed=SEED, participation=4, reduce=reduce, encode=encode,
-        progress=False, mode="loop", workers=1,
-    )  # fmt: skip
-    torch.testing.assert_close(dict(coordinator.state.shared), dict(expected.shared), rtol=1e-10, atol=1e-10)
 
 
 RANK = """
@@ -163,14 +132,11 @@ def test_resumes_to_the_last_bit_and_not_as_another(tmp_path: Path) -> None:
         run("scaffold", 4, mode="loop", workers=1, directory=tmp_path)
 
 
-def test_what_does_not_go_together(tmp_path: Path) -> None:
-    s = setting("fcsg-m")
+def test_what_does_not_go_together() -> None:
     with pytest.raises(NestfedError, match="uniform"):
         run("fcsg-m", reduce="median", keep="uniform")
-    with pytest.raises(NestfedError, match="weights = examples"):
-        Coordinator(
-            s.problem, method("fcsg-m"), 5, 4, 3, 0, tmp_path, "test", rules=Rules(by_examples=True), reduce="median"
-        )
+    with pytest.raises(NestfedError, match=r"weights = 'examples' needs exchange\.reduce = 'mean'"):
+        run("fcsg-m", reduce="median", weights="examples")
 
 
 # --- robust where promised ---

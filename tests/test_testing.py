@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from nestfed import AUPRC, AUROC, Classify, Examples, Pairs
 from nestfed.core import Algorithm, Average, Batch, Clients, Composed, Differentiable
+from nestfed.data.clients import Balanced
 from nestfed.models import build as network
 from nestfed.problems.base import Ball, Minimize, Simplex
 from nestfed.problems.invariant import InvariantClients, InvariantLogistic
 from nestfed.problems.maml import MAML, squared_error
-from nestfed.study.batches import Balanced, BalancedAUROC
 from nestfed.study.meta import TaskClients
 from nestfed.testing import check_algorithm, check_clients, check_problem
 
@@ -66,7 +66,7 @@ GOOD: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "dropout": lambda: (Classify(dense(2, dropout=0.4)), Examples(arrays(), PARTS, batch=5)),
     "auroc": lambda: (AUROC(dense(), p=1 / 3), Examples(arrays(), PARTS, batch=6)),
-    "balanced": lambda: (BalancedAUROC(dense()), Balanced(arrays(), PARTS, batch=6)),
+    "balanced": lambda: (AUROC(dense()), Balanced(arrays(), PARTS, batch=6)),
     "auprc": lambda: (AUPRC(dense()), Pairs(arrays(), PARTS)),
     "maml": lambda: (MAML(dense(), squared_error, inner_lr=0.1, tasks=2), tasks()),
     "maml-sine": lambda: (MAML(network("mlp", (1,), 1, seed=0), squared_error, inner_lr=0.1), SineClients(5, 3, 4)),

@@ -160,8 +160,9 @@ class Local:
             fields, lost = self._encoded(fields, received, kept, ns, order.round)
             self.store.write(order, ns, {**private, **lost})
         places = [order.at + start + i for i in good]
+        loss = numbers[0] if program.noted else torch.full_like(numbers[0], torch.nan)
         examples, evaluations = program.examples * len(ns), program.evaluations * len(ns)
-        return Upload(ns, places, fields, numbers[0], numbers[1], examples, evaluations)
+        return Upload(ns, places, fields, loss, numbers[1], examples, evaluations)
 
     def _inputs(self, order: Order, received: Fields, kept: Fields, start: int, stop: int) -> Inputs:
         ns, span = order.asked[start:stop], order.span
@@ -222,6 +223,7 @@ class Local:
                 losses.append(loss)
             if t == program.tap:
                 taps[TAP] = getattr(s, self.method.point)
+        program.noted = bool(losses)
         return torch.vmap(program.finish)(s, wide, losses, taps)
 
     def _steps(self, s: Any, data: Data, key: Any, t: int) -> tuple[Any, Tensor | None, int, int]:

@@ -61,6 +61,8 @@ class Program:
     """Called after every step, to find out where numbers became infinite or NaN."""
     examples: int = 0
     evaluations: int = 0
+    noted: bool = False
+    """Whether the problem has noted a loss."""
     precision: torch.dtype | None = None
     pieces: int = 1
 
@@ -80,6 +82,7 @@ class Program:
                 taps[TAP] = getattr(s, self.method.point)
             if self.watch is not None:
                 self.watch(t, s, tape.loss)
+        self.noted = bool(losses)
         return self.finish(s, shared, losses, taps)
 
     def begin(self, shared: Fields, private: Fields, stale: Any) -> Any:

@@ -69,7 +69,7 @@ class Upload:
     """Their rows in a table of all uploads."""
     fields: Fields
     loss: Tensor
-    """Each client's mean loss over its steps."""
+    """Each client's mean loss over its steps; NaN if the problem notes none."""
     moved: Tensor
     """Each client's ‖x_n − x_start‖²."""
     examples: int

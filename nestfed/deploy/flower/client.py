@@ -200,9 +200,8 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
         )  # fmt: skip
         upload = _upload(local, order, received)
         reply["fields"] = as_record({k: v[0] for k, v in upload.fields.items()})
-        reply["report"] = MetricRecord(
-            {"loss": float(upload.loss), "moved": float(upload.moved), "examples": upload.examples}
-        )
+        loss = {} if bool(upload.loss.isnan()) else {"loss": float(upload.loss)}  # a problem may note none
+        reply["report"] = MetricRecord({"moved": float(upload.moved), "examples": upload.examples, **loss})
     return reply
 
 

@@ -266,13 +266,14 @@ class Flower:
         fields, report = reply.content.get("fields"), reply.content.get("report")
         if not isinstance(fields, ArrayRecord) or not isinstance(report, MetricRecord):
             raise RejectedError("its fields or its report are missing.")
-        numbers = [v for k in ("loss", "moved", "examples") if isinstance(v := report.get(k), int | float)]
-        if len(numbers) != 3 or len(report) != 3 or not isinstance(numbers[2], int):
+        moved, examples, loss = report.get("moved"), report.get("examples"), report.get("loss")
+        if set(report) - {"loss"} != {"moved", "examples"} or not isinstance(moved, int | float):
+            raise RejectedError("its report is not as asked.")
+        if not isinstance(examples, int) or not isinstance(loss, int | float | None):
             raise RejectedError("its report is not as asked.")
         # numpy's header is at most some hundred bytes for every array, of which int8 has two.
         most = sum(v.numel() * v.element_size() + 10_000 for v in now.gate.shared.values()) * 2
-        loss, moved, examples = numbers
-        return now.gate.checked(n, tensors_of(fields, most), float(loss), float(moved), int(examples))
+        return now.gate.checked(n, tensors_of(fields, most), loss, float(moved), examples)
 
     def _count_bytes(self, now: Round) -> None:
         """Note the bytes of the messages themselves, beside the record's count of the fields in them."""

@@ -40,7 +40,7 @@ class Gate:
     """The largest norm of a change that is accepted; 0 = any."""
     fold: Fold
 
-    def checked(self, n: int, fields: Mapping[str, Tensor], loss: float, moved: float, examples: int) -> Upload:
+    def checked(self, n: int, fields: Mapping[str, Tensor], loss: float | None, moved: float, examples: int) -> Upload:
         """Return client n's upload, or raise."""
         form = wire_form(self.exchange.encoding.up, self.shared)
         if self.order.tapped:
@@ -56,12 +56,12 @@ class Gate:
                 raise RejectedError(f"its {k} is {value.dtype} instead of {dtype}.")
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise RejectedError(f"its {k} holds infinite or NaN values.")
-        if not (math.isfinite(loss) and math.isfinite(moved) and examples >= 0):
+        if not (math.isfinite(loss or 0.0) and math.isfinite(moved) and examples >= 0):
             raise RejectedError("its loss, movement or number of examples is not a number.")
         rows = {k: v[None] for k, v in fields.items()}
         self._check_change(rows)
         place = self.order.asked.index(n)
-        numbers = torch.tensor([[loss], [moved]], dtype=torch.float64)
+        numbers = torch.tensor([[math.nan if loss is None else loss], [moved]], dtype=torch.float64)
         return Upload([n], [place], rows, numbers[0], numbers[1], examples)
 
     def _check_change(self, rows: Fields) -> None:

@@ -6,10 +6,41 @@ from typing import TYPE_CHECKING, Any
 from nestfed.core import __version__ as __version__
 
 if TYPE_CHECKING:
+    from nestfed.algorithms import (
+        BSGD,
+        CODA,
+        CODASCA,
+        FAFED,
+        FCSG,
+        FCSGM,
+        FMGDA,
+        SCGD,
+        STEM,
+        AccFCSGM,
+        BSpiderBoost,
+        CODAPlus,
+        FedAdagrad,
+        FedAdam,
+        FedAMS,
+        FedAvg,
+        FedProx,
+        FedYogi,
+        LocalBSGD,
+        LocalMOML,
+        LocalSCGD,
+        LocalSCGDM,
+        LocalSCGDMTasks,
+        LocalSGDA,
+        MomentumLocalSGDA,
+        NaiveAdaptive,
+        Scaffold,
+    )
     from nestfed.algorithms import build as algorithm
-    from nestfed.core import Metric, NestfedError
-    from nestfed.data.clients import Examples, Pairs
+    from nestfed.core import METRICS, Metric, NestfedError
+    from nestfed.data.clients import Balanced, Examples, Pairs
+    from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
+    from nestfed.models import held_out
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
@@ -17,47 +48,130 @@ if TYPE_CHECKING:
     from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
 # Looked up when first used: `import nestfed` and the command line's help need no torch.
-_HOMES = {
-    "AUPRC": "nestfed.problems.auprc",
-    "AUROC": "nestfed.problems.auroc",
-    "Classify": "nestfed.problems.classify",
-    "Compositional": "nestfed.problems",
-    "Conditional": "nestfed.problems",
-    "Examples": "nestfed.data.clients",
-    "FederatedAUC": "nestfed.study",
-    "FederatedAUPRC": "nestfed.study",
-    "FederatedClassifier": "nestfed.study",
-    "FederatedMAML": "nestfed.study",
-    "FederatedMinimax": "nestfed.study",
-    "Metric": "nestfed.core",
-    "Minimax": "nestfed.problems",
-    "Minimize": "nestfed.problems",
-    "NestfedError": "nestfed.core",
-    "Pairs": "nestfed.data.clients",
-    "Result": "nestfed.engine.simulate",
-    "algorithm": "nestfed.algorithms",
-    "simulate": "nestfed.engine.simulate",
+_NAMES = {
+    "nestfed.algorithms": (
+        "AccFCSGM",
+        "BSGD",
+        "BSpiderBoost",
+        "CODA",
+        "CODAPlus",
+        "CODASCA",
+        "FAFED",
+        "FCSG",
+        "FCSGM",
+        "FMGDA",
+        "FedAMS",
+        "FedAdagrad",
+        "FedAdam",
+        "FedAvg",
+        "FedProx",
+        "FedYogi",
+        "LocalBSGD",
+        "LocalMOML",
+        "LocalSCGD",
+        "LocalSCGDM",
+        "LocalSCGDMTasks",
+        "LocalSGDA",
+        "MomentumLocalSGDA",
+        "NaiveAdaptive",
+        "SCGD",
+        "STEM",
+        "Scaffold",
+        "algorithm",
+    ),
+    "nestfed.core": (
+        "METRICS",
+        "Metric",
+        "NestfedError",
+    ),
+    "nestfed.data.clients": (
+        "Balanced",
+        "Examples",
+        "Pairs",
+    ),
+    "nestfed.engine.options": (
+        "Evaluation",
+        "Exchange",
+        "Execution",
+        "Gaussian",
+    ),
+    "nestfed.engine.simulate": (
+        "Result",
+        "simulate",
+    ),
+    "nestfed.models": ("held_out",),
+    "nestfed.problems": (
+        "Compositional",
+        "Conditional",
+        "Minimax",
+        "Minimize",
+    ),
+    "nestfed.problems.auprc": ("AUPRC",),
+    "nestfed.problems.auroc": ("AUROC",),
+    "nestfed.problems.classify": ("Classify",),
+    "nestfed.study": (
+        "FederatedAUC",
+        "FederatedAUPRC",
+        "FederatedClassifier",
+        "FederatedMAML",
+        "FederatedMinimax",
+    ),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AUPRC",
     "AUROC",
+    "BSGD",
+    "CODA",
+    "CODASCA",
+    "FAFED",
+    "FCSG",
+    "FCSGM",
+    "FMGDA",
+    "METRICS",
+    "SCGD",
+    "STEM",
+    "AccFCSGM",
+    "BSpiderBoost",
+    "Balanced",
+    "CODAPlus",
     "Classify",
     "Compositional",
     "Conditional",
+    "Evaluation",
     "Examples",
+    "Exchange",
+    "Execution",
+    "FedAMS",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedProx",
+    "FedYogi",
     "FederatedAUC",
     "FederatedAUPRC",
     "FederatedClassifier",
     "FederatedMAML",
     "FederatedMinimax",
+    "Gaussian",
+    "LocalBSGD",
+    "LocalMOML",
+    "LocalSCGD",
+    "LocalSCGDM",
+    "LocalSCGDMTasks",
+    "LocalSGDA",
     "Metric",
     "Minimax",
     "Minimize",
+    "MomentumLocalSGDA",
+    "NaiveAdaptive",
     "NestfedError",
     "Pairs",
     "Result",
+    "Scaffold",
     "algorithm",
+    "held_out",
     "simulate",
 ]
 
@@ -66,3 +180,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'nestfed' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), "build" if name == "algorithm" else name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

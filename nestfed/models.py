@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
 from nestfed.core import NETWORKS, NestfedError
+from nestfed.metrics import judge
 
 
 class Mlp(nn.Module):
@@ -148,6 +149,16 @@ def score(
     """Return a model's scores of any number of examples, in chunks; `ready` makes a chunk what the model takes."""
     with torch.no_grad():
         return torch.cat([model(ready(part)) for part in x.split(CHUNK)]).cpu()
+
+
+def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False) -> Callable[[Any], dict[str, float]]:
+    """Return a function for `simulate(evaluate=…)`: a model's metrics on examples that were set aside.
+
+    x, y: the examples and their labels.
+    log_odds: whether single scores are logits, so that accuracy and log-loss mean something for them too.
+    """
+    labels = y.numpy()
+    return lambda model: judge(score(model, x).double().numpy(), labels, log_odds=log_odds)
 
 
 def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
 from nestfed.core import NestfedError
-from nestfed.models import CHUNK, NETWORKS, Mlp, ResNet18, build, score
+from nestfed.models import CHUNK, NETWORKS, Mlp, ResNet18, build, held_out, score
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "mlp": (7,),
@@ -260,6 +260,15 @@ def test_build_passes_options_on() -> None:
     assert build("mlp", (1, 28, 28), outputs=10)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     assert isinstance(build("resnet18", (3, 64, 64), groups=8), ResNet18)
     assert build("resnet18", groups=8).norm.num_groups == 8  # type: ignore[union-attr]
+
+
+def test_held_out_examples_are_judged_as_scikit_learn_does() -> None:
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    x, y = torch.randn(600, 3), torch.arange(600) % 3 == 0
+    found = held_out(x, y.long())(lambda part: part[:, 0])
+    expected = {"auroc": roc_auc_score(y, x[:, 0]), "ap": average_precision_score(y, x[:, 0])}
+    assert found == pytest.approx(expected)
 
 
 def test_scores_in_chunks_are_those_of_all_at_once() -> None:

@@ -1,10 +1,11 @@
-"""How it is minimised: every method as one client's program. A new method is one class and its name here."""
+"""Every method as one client's program: one file per family. A class with a `name` in such a file is registered."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from nestfed.algorithms import adaptive, average, compositional, conditional, minimax
 from nestfed.algorithms.adaptive import FAFED, STEM, FedAdagrad, FedAdam, FedAMS, FedYogi, NaiveAdaptive
 from nestfed.algorithms.average import FedAvg, FedProx, Scaffold
 from nestfed.algorithms.compositional import SCGD, LocalBSGD, LocalMOML, LocalSCGD, LocalSCGDM, LocalSCGDMTasks
@@ -12,14 +13,16 @@ from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, AccFCSGM, BSpiderB
 from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, CODAPlus, LocalSGDA, MomentumLocalSGDA
 from nestfed.core import METHODS, Algorithm, NestfedError, unknown
 
-_OWN = (
-    FedAvg, FedProx, Scaffold, STEM, NaiveAdaptive, FAFED, FedAdam, FedYogi, FedAdagrad, FedAMS,
-    FCSG, FCSGM, AccFCSGM, BSGD, BSpiderBoost,
-    LocalBSGD, LocalSCGD, LocalSCGDM, LocalSCGDMTasks, LocalMOML, SCGD,
-    LocalSGDA, MomentumLocalSGDA, CODA, CODAPlus, CODASCA, FMGDA,
-)  # fmt: skip
-for _method in _OWN:
-    METHODS.add(_method.name, _method)
+__all__ = [
+    "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "STEM", "AccFCSGM", "BSpiderBoost",
+    "CODAPlus", "FedAMS", "FedAdagrad", "FedAdam", "FedAvg", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD",
+    "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "build",
+]  # fmt: skip
+
+for _module in (average, adaptive, conditional, compositional, minimax):
+    for _thing in vars(_module).values():  # every method that a family's file defines, in its order
+        if isinstance(_thing, type) and issubclass(_thing, Algorithm) and "name" in vars(_thing):
+            METHODS.add(_thing.name, _thing)
 
 
 def build(name: str, **hyper: Any) -> Algorithm[Any, Any]:
@@ -33,6 +36,3 @@ def build(name: str, **hyper: Any) -> Algorithm[Any, Any]:
     if missing:
         raise NestfedError(f"{name} needs {', '.join(missing)}.")
     return method(**hyper)
-
-
-__all__ = ["METHODS", "build", *sorted(m.__name__ for m in _OWN)]

@@ -134,8 +134,9 @@ def _saved(tensors: dict[str, Tensor], numbers: Any, like: Saved | None) -> Save
     if like is not None:
         _check_fields("shared", found.state.shared, like.state.shared)
         _check_fields("server", found.state.server, like.state.server)
-        rows = len(seen)  # this process may hold fewer clients' private fields than the file
-        _check_fields("private", private, {k: v[:1].expand(rows, *v.shape[1:]) for k, v in like.private.items()})
+        # This process may hold the private fields of fewer clients than the file, or of none.
+        own = {k: v.new_empty((len(seen), *v.shape[1:]), device="meta") for k, v in like.private.items()}
+        _check_fields("private", private, own)
     return found
 
 

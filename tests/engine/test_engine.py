@@ -336,7 +336,7 @@ def test_outputs() -> None:
     least = simulate(problem, FedAvg(0.1), clients, keep="best", metric=Metric("score", higher=False), **options)
     assert torch.equal(least.x, seen[5])
     seen.clear()
-    with pytest.raises(NestfedError, match="evaluation.metric is 'auroc', but the evaluation gives score"):
+    with pytest.raises(NestfedError, match=r"evaluation\.metric is 'auroc', but the evaluation gives score"):
         simulate(problem, FedAvg(0.1), clients, keep="best", metric="auroc", **options)
 
 

@@ -135,7 +135,7 @@ def test_resumes_to_the_last_bit_and_not_as_another(tmp_path: Path) -> None:
 def test_what_does_not_go_together() -> None:
     with pytest.raises(NestfedError, match="uniform"):
         run("fcsg-m", reduce="median", keep="uniform")
-    with pytest.raises(NestfedError, match="weights = 'examples' needs exchange.reduce = 'mean'"):
+    with pytest.raises(NestfedError, match=r"weights = 'examples' needs exchange\.reduce = 'mean'"):
         run("fcsg-m", reduce="median", weights="examples")
 
 

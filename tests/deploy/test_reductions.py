@@ -1,7 +1,8 @@
-"""Reductions and privacy between a coordinator and sites that only pass messages."""
+"""Reductions, privacy and wrong answers between a coordinator and sites that only pass messages."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from cases import SEED
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support import simulate
 from test_contract import method, setting
 
@@ -83,3 +86,33 @@ def test_a_deployment_draws_noise_that_nobody_else_can(tmp_path: Path) -> None:
         assert (tmp_path / str(i) / "privacy.txt").read_text().strip() == c.promise
     assert not torch.allclose(points[0], points[1])
     assert float(torch.cat(points).std()) == pytest.approx(1.0 / 2.0, rel=0.4)
+
+
+arrays = st.one_of(
+    st.builds(lambda n, v: torch.full((n,), v), st.integers(0, 5), st.floats(width=32)),
+    st.builds(lambda n: torch.zeros(n, dtype=torch.float64), st.integers(0, 5)),
+    st.builds(lambda n: torch.zeros((n, n), dtype=torch.int64), st.integers(0, 3)),
+    st.builds(lambda v: torch.full((3,), v, dtype=torch.float64), st.floats()),
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["x", "c", "tap.", "x.scale", "y"]), arrays, max_size=4),
+    st.integers(-3, 3),
+    st.floats(),
+    st.floats(),
+    st.integers(-5, 2**70),
+)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_answers_of_any_shape(
+    tmp_path: Path, fields: dict[str, torch.Tensor], round: int, loss: float, moved: float, examples: int
+) -> None:
+    """What is not refused has the right names, shapes and types, and is finite."""
+    s = setting("scaffold")
+    coordinator = Coordinator(s.problem, method("scaffold"), 5, 2, 3, 0, tmp_path, "fuzz")
+    with contextlib.suppress(NestfedError):
+        good = coordinator.believe(Answer(round, fields, loss, moved, examples))
+        assert set(good.fields) == {"x", "c"}
+        assert all(bool(torch.isfinite(v).all()) for v in good.fields.values())
+        assert round == 0
+        assert examples >= 0

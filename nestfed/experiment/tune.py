@@ -90,7 +90,7 @@ class Halving(optuna.pruners.BasePruner):
 
 
 def search_space(experiment: Experiment, method: str) -> dict[str, BaseDistribution]:
-    """Return what a method's [methods.NAME.grid] says: for every dotted setting a list of values, or a range.
+    """Return what a method's [methods.NAME.tune] says: for every dotted setting a list of values, or a range.
 
     A range is {low, high}, with log = true for one of orders of magnitude; whole numbers at both ends mean whole numbers.
     """

@@ -119,7 +119,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(here: Here, tmp_path: Path) -
     _, said = started.communicate(timeout=60)
     assert started.returncode == 130, said
     assert "Stopped after round" in said
-    assert "the same command goes on" in said
+    assert "run it again to resume" in said
     done = len(read_record(record))
     assert 25 <= done < 121
     before = torch.get_num_threads()
@@ -157,7 +157,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(here: Here, tmp_path: Path) -
         (("problem.margin=-1",), ("margin",)),
         (("nonsense",), ("section.name=value",)),
         (("runn.q=1",), ("runn",)),
-        (("exchange.count=99",), ("participation",)),
+        (("exchange.count=99",), ("exchange.count", "at most the number of clients, 4")),
     ],
 )
 def test_wrong_input_is_one_sentence_and_leaves_nothing(

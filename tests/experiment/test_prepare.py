@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -86,11 +87,11 @@ FOUR = PartitionSpec(clients=4)
 # -------------------------------------------------------------------------------------------- who sees what
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("held_out", ["central", "clients"])
 @pytest.mark.parametrize("patients", [0, 60])
-def test_no_row_stands_on_two_sides_and_none_is_lost(given: object, own: bool, patients: int) -> None:
+def test_no_row_stands_on_two_sides_and_none_is_lost(given: object, held_out: str, patients: int) -> None:
     given(toy(patients=patients))  # type: ignore[operator]
-    p = prepare(TOY, FOUR, 3, own_test=own)
+    p = prepare(replace(TOY, held_out=held_out), FOUR, 3)
     train, test, validation = sides(p)
     assert not train & test
     assert not train & validation
@@ -101,11 +102,11 @@ def test_no_row_stands_on_two_sides_and_none_is_lost(given: object, own: bool, p
     assert sorted(np.concatenate(p.parts).tolist()) == list(range(len(p.x)))
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("held_out", ["central", "clients"])
 @pytest.mark.parametrize("group", ["", "patient", "site"])
-def test_no_patient_stands_on_two_sides(given: object, own: bool, group: str) -> None:
+def test_no_patient_stands_on_two_sides(given: object, held_out: str, group: str) -> None:
     split = given(toy(400, patients=60))  # type: ignore[operator]
-    p = prepare(DataSpec(name="toy", validation=0.2, group=group), FOUR, 1, own_test=own)
+    p = prepare(replace(TOY, group=group, held_out=held_out), FOUR, 1)
     column = split.train.columns[group or "patient"]
     a, b, c = ({column[r] for r in side} for side in sides(p))
     assert a
@@ -119,8 +120,8 @@ def test_the_origins_test_set_is_kept_as_it_is(given: object) -> None:
     p = prepare(TOY, FOUR, 0)
     assert rows(p.test.x) == set(range(200, 240))
     assert rows(p.x) | rows(p.validation.x) == set(range(200))  # type: ignore[union-attr]
-    # … and with own_test the clients' own examples take its place.
-    p = prepare(TOY, FOUR, 0, own_test=True)
+    # The clients' own examples take its place if they hold the test set.
+    p = prepare(replace(TOY, held_out="clients"), FOUR, 0)
     assert max(rows(p.test.x)) < 200
 
 
@@ -172,7 +173,7 @@ def test_p_is_the_mean_of_the_clients_own_shares(given: object) -> None:
 def test_every_client_sets_aside_some_of_its_own(given: object) -> None:
     split = given(toy(400))  # type: ignore[operator]
     spec = PartitionSpec(kind="column", column="site")
-    p = prepare(TOY, spec, 0, own_test=True)
+    p = prepare(replace(TOY, held_out="clients"), spec, 0)
     assert p.validation is not None
     sites = split.train.columns["site"]
     for x, parts in ((p.x, p.parts), (p.test.x, p.test.parts), (p.validation.x, p.validation.parts)):
@@ -299,21 +300,21 @@ def test_pooled_metrics_are_those_of_all_rows_within_the_stated_error() -> None:
     assert judge_pooled(logits, labels, parts) == pytest.approx(judge(logits, labels))
 
 
-def experiment(**run_settings: object) -> object:
+def experiment(**data: object) -> object:
     return from_tables(
         {
-            "data": {"name": "digits", "binary": True, "validation": 0.2},
+            "data": {"name": "digits", "binary": True, "validation": 0.2, **data},
             "partition": {"kind": "dirichlet", "clients": 5, "alpha": 0.3, "minimum": 20},
             "model": {"name": "mlp", "hidden": []},
             "problem": {"name": "auroc", "batch": 20},
             "algorithm": {"name": "fmgda", "c_hat": 0.05, "c": 0.05},
-            "run": {"rounds": 3, "q": 5, **run_settings},
+            "run": {"rounds": 3, "q": 5},
         }
     )
 
 
 def test_evaluation_by_clients(tmp_path: Path) -> None:
-    chosen = experiment(evaluate="clients")
+    chosen = experiment(held_out="clients")
     history = run(chosen, tmp_path / "r", progress=False)  # type: ignore[arg-type]
     end = history[-1]
     assert 0.6 < end["auroc"] <= 1
@@ -322,7 +323,7 @@ def test_evaluation_by_clients(tmp_path: Path) -> None:
     assert {"val_auroc", "val_ap"} <= set(end)
     # The same model on the same rows, all in one place.
     made = assemble(chosen)  # type: ignore[arg-type]
-    p = prepare(chosen.data, chosen.partition, 0, own_test=True)  # type: ignore[attr-defined]
+    p = prepare(chosen.data, chosen.partition, 0)  # type: ignore[attr-defined]
     model = made.problem.bind(made.problem.x0)
     with torch.no_grad():
         found, exact = evaluate(model, p, p.test), judge(model(p.test.x).numpy(), p.test.y.numpy())
@@ -335,18 +336,17 @@ def test_evaluation_by_clients(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "clients.png").stat().st_size > 5000
 
 
-def test_where_to_evaluate_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(NestfedError, match="central or clients"):
-        run(experiment(evaluate="everywhere"), tmp_path / "r", progress=False)  # type: ignore[arg-type]
+def test_who_holds_the_test_set_is_checked() -> None:
+    with pytest.raises(NestfedError, match=r"data\.held_out must be central or clients, not 'everywhere'"):
+        experiment(held_out="everywhere")
 
 
 def test_more_classes_are_evaluated_by_clients_too() -> None:
     tables = {
-        "data": {"name": "digits"},
+        "data": {"name": "digits", "held_out": "clients"},
         "partition": {"kind": "k-classes", "clients": 5, "k": 4},
         "problem": {"name": "classify"},
         "algorithm": {"name": "fedavg", "eta": 0.1},
-        "run": {"evaluate": "clients"},
     }
     made = assemble(from_tables(tables))
     with torch.no_grad():
@@ -367,7 +367,7 @@ def test_packaged_comparisons_are_fair(name: str) -> None:
     experiment = read(name)
     trials = set()
     for method in experiment.methods:
-        grid = experiment.methods[method]["grid"]
+        grid = experiment.grid(method)
         combinations = list(product(*grid.values()))
         trials.add(len(combinations))
         for values in combinations:
@@ -435,11 +435,11 @@ class TestReal:
         gaps = int(np.isnan(known).any(0).sum())
         assert p.x.shape[1] in (13 + gaps, 13 + gaps - 1)  # one "is missing" per feature with gaps in training
 
-    @pytest.mark.parametrize("own", [False, True])
-    def test_eicu(self, own: bool) -> None:
-        data = DataSpec(name="eicu", validation=0.25)
+    @pytest.mark.parametrize("held_out", ["central", "clients"])
+    def test_eicu(self, held_out: str) -> None:
+        data = DataSpec(name="eicu", validation=0.25, held_out=held_out)
         parts = PartitionSpec(kind="column", column="hospital", smallest=10, fallback="region")
-        p = prepare(data, parts, 0, own_test=own)
+        p = prepare(data, parts, 0)
         assert bool(torch.isfinite(p.x).all() and torch.isfinite(p.test.x).all())
         assert len(p.x) + len(p.test.x) + len(p.validation.x) == 2492  # type: ignore[union-attr]
         assert any(name.startswith("small: ") for name in p.names)

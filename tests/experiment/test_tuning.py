@@ -44,11 +44,10 @@ def small(**grids: Any) -> Experiment:
     """The demo in small, with other grids."""
     experiment = read("demo").with_overrides(SMALL)
     tables = dict(experiment.source)
-    tables["methods"] = {name: {**tables["methods"][name], "grid": grid} for name, grid in grids.items()}
-    return Experiment(**{k: getattr(experiment, k) for k in _FIELDS}, source=tables)
+    tables["methods"] = {name: {**tables["methods"][name], "tune": grid} for name, grid in grids.items()}
+    return from_tables(tables)
 
 
-_FIELDS = ("data", "partition", "model", "problem", "algorithm", "run")
 ETAS = {"algorithm.eta": [1.0, 10.0, 30.0, 100.0]}
 ALPHAS = {"algorithm.alpha": [0.3, 1.0, 3.0], "problem.margin": [0.1, 0.5]}
 
@@ -267,8 +266,8 @@ def test_trials_that_fail_are_the_worst_and_all_failing_is_said(tmp_path: Path) 
     tables = dict(experiment.source)
     tables["methods"] = {"local-sgda": {"algorithm": {"name": "local-sgda", "eta_w": 0.1}}}
     grid = {"algorithm.eta_theta": [1000.0, 0.01, 3000.0]}
-    tables["methods"]["local-sgda"]["grid"] = grid
-    experiment = Experiment(**{k: getattr(experiment, k) for k in _FIELDS}, source=tables)
+    tables["methods"]["local-sgda"]["tune"] = grid
+    experiment = from_tables(tables)
     _, tuned = tune(experiment, ["local-sgda"], tmp_path / "some", workers=1)
     assert tuned["local-sgda"].chosen == {"algorithm.eta_theta": 0.01}
     assert sorted(t.state for t in tuned["local-sgda"].trials) == ["failed", "failed", "finished"]
@@ -313,7 +312,7 @@ def test_a_seed_that_diverges_does_not_end_a_comparison(tmp_path: Path) -> None:
         name: {"algorithm": {"name": "local-sgda", "eta_w": 0.1, "eta_theta": eta}}
         for name, eta in (("sound", 0.01), ("wild", 3000.0))
     }
-    experiment = Experiment(**{k: getattr(experiment, k) for k in _FIELDS}, source=tables)
+    experiment = from_tables(tables)
     _, (sound, wild) = compare(experiment, ["sound", "wild"], 2, tmp_path, workers=1)
     assert sound.fate() == ""
     assert "wild diverged with 2 of 2 seeds" in wild.fate()
@@ -335,7 +334,7 @@ def test_ranges(tmp_path: Path) -> None:
     whole = search_space(small(fedavg={"problem.batch": {"low": 2, "high": 9}}), "fedavg")["problem.batch"]
     assert isinstance(whole, optuna.distributions.IntDistribution)
     for wrong in ([], 3.0, {"low": 1}, {"low": 2.0, "high": 1.0}, {"low": 0.0, "high": 1.0, "log": True}):
-        with pytest.raises(NestfedError, match=r"methods.fedavg.grid.'algorithm.eta'"):
+        with pytest.raises(NestfedError, match=r"methods.fedavg.tune.'algorithm.eta'"):
             search_space(small(fedavg={"algorithm.eta": wrong}), "fedavg")
 
 
@@ -360,7 +359,7 @@ def test_tuned_file_is_the_experiment_with_the_choice(tmp_path: Path) -> None:
         wanted = experiment.for_method(name).with_overrides(outcome.chosen)
         assert written.for_method(name).resolved() == wanted.resolved()
         assert not search_space(written, name)
-    assert "grid" in experiment.methods["fedavg"], "what was given is left as it was"
+    assert "tune" in experiment.methods["fedavg"], "what was given is left as it was"
     assert tuned_tables(experiment, {})["methods"] == {}
 
 

@@ -416,7 +416,7 @@ def test_packaged_omniglot_experiments_run(real: None, name: str) -> None:
     experiment = read_experiment(name)
     for method in experiment.methods:
         variant = experiment.for_method(method).with_overrides({"problem.tasks": 1, "problem.test_tasks": 8})
-        variant = variant.with_overrides({k: v[0] for k, v in experiment.methods[method].get("grid", {}).items()})
+        variant = variant.with_overrides({k: v[0] for k, v in experiment.grid(method).items()})
         made = assemble(variant)
         assert len(made.clients) == (33 if name == "omniglot-alphabets" else 16)
     result = simulate(made.problem, made.algorithm, made.clients, rounds=1, q=1, participation=2, progress=False)

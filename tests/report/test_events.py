@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("tensorboard", reason="TensorBoard is not here: pip install 'nestfed[tensorboard]'")
 
-from nestfed_papers import commands, reproduce
+from nestfed_papers import commands, run
 from nestfed_papers.reproductions.base import Evidence
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -124,7 +124,7 @@ def test_trials_and_reproductions_have_events_too(tmp_path: Path, monkeypatch: p
     assert told == ["tensorboard/fedavg/trial-000", "tensorboard/fedavg/trial-001"]
     # A reproduction's runs are elsewhere: those of the tuning take their place here.
     evidence = Evidence("fcsg-table2", "quick", meta={"folders": {"CIFAR-10": "tuned/fedavg"}})
-    monkeypatch.setattr(reproduce, "reproduce", lambda *words, **more: (evidence, tmp_path / "place"))
+    monkeypatch.setattr(run, "reproduce", lambda *words, **more: (evidence, tmp_path / "place"))
     commands.reproduce("fcsg-table2", out=tmp_path, tensorboard=True)
     assert (tmp_path / "place" / "tensorboard" / "cifar-10" / "trial-001" / NAME).exists()
 

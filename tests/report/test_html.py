@@ -52,7 +52,9 @@ TABLES = {
     "partition": {"clients": 4},
     "model": {"name": "mlp", "hidden": []},
     "problem": {"name": "auprc", "outer": 4, "inner": 16},
-    "run": {"rounds": 12, "q": 2, "metric": "ap", "mode": "loop"},
+    "run": {"rounds": 12, "q": 2},
+    "evaluation": {"metric": "ap"},
+    "execution": {"mode": "loop"},
     "methods": {
         "fedavg": {"problem": {"name": "classify", "batch": 20}, "algorithm": {"name": "fedavg", "eta": 0.1}},
         "fcsg-m": {"algorithm": {"name": "fcsg-m", "alpha": 0.3, "beta": 0.5}},

@@ -57,15 +57,16 @@ beta = 0.5
 [run]
 rounds = 12
 q = 2
-checkpoint_every = 2
+[evaluation]
 metric = "ap"
+[execution]
+checkpoint_every = 2
 [methods.fedavg]
 problem = { name = "classify", batch = 8 }
-algorithm = { name = "fedavg" }
-grid = { "algorithm.eta" = [0.3, 1.0] }
+tune = { eta = [0.3, 1.0] }
 [methods.fcsg-m]
-algorithm = { name = "fcsg-m", beta = 0.5 }
-grid = { "algorithm.alpha" = [0.3, 1.0] }
+algorithm = { beta = 0.5 }
+tune = { alpha = [0.3, 1.0] }
 """
 
 Action = Callable[[Path], Any]
@@ -204,7 +205,7 @@ def test_a_few_kills(tmp_path: Path) -> None:
     ("name", "options"),
     [
         ("scaffold", {"mode": "loop", "workers": 1}),
-        ("fcsg-m", {"mode": "vmap", "workers": 1, "output": "uniform"}),
+        ("fcsg-m", {"mode": "vmap", "workers": 1, "keep": "uniform"}),
         ("local-scgdm", {"mode": "loop", "workers": 2}),
         ("fmgda", {"mode": "vmap", "workers": 1, "reduce": "median", "encode": "int8"}),
     ],
@@ -385,11 +386,11 @@ def read_damaged(folder: Path, every: int) -> int:
         newest.write_bytes(damaged)
         found, told = checkpoint.read(folder, fingerprint, torch.device("cpu"))
         assert found is not None
-        assert found.round == 2
+        assert found.state.round == 2
         assert told == [f"{newest} is damaged and was passed over."]
         tried += 1
     newest.write_bytes(content)
-    assert checkpoint.read(folder, fingerprint, torch.device("cpu"))[0].round == 3  # type: ignore[union-attr]
+    assert checkpoint.read(folder, fingerprint, torch.device("cpu"))[0].state.round == 3  # type: ignore[union-attr]
     assert older.exists()
     return tried
 

@@ -48,9 +48,9 @@ class Watched(FederatedAUC):
 
     inputs: ClassVar[Tensor]
 
-    def _problem(self, model: Any, x: Tensor, *rest: Any) -> Any:
-        type(self).inputs = x
-        return super()._problem(model, x, *rest)
+    def _run(self, problem: Any, clients: Any, *rest: Any) -> Any:
+        type(self).inputs = clients.arrays[0]
+        return super()._run(problem, clients, *rest)
 
 
 QUICK = {"rounds": 1, "q": 1}

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 def unknown(what: str, name: str, known: Iterable[str]) -> NestfedError:
     """Return the error for an unknown name, with the nearest known one: `raise unknown("metric", "acc", METRICS)`."""
-    known = list(known)
+    known = sorted(known)
     lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), lower, 1, 0.4)
     hint = (

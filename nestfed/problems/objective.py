@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
-from nestfed.core import at_least
+from nestfed.core import Metric, at_least
 from nestfed.data.clients import Size
 
 Evaluate = Callable[[Any], dict[str, float]]
@@ -96,7 +96,7 @@ class Made:
 
     problem: Any
     clients: Any
-    metric: str
+    metric: str | Metric
     """The metric that decides by default."""
     test: Evaluate
     validation: Evaluate | None = None

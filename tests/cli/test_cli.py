@@ -236,6 +236,7 @@ def test_terminal_and_report_agree_on_the_best_by_a_loss(
         [run]
         rounds = 2
         q = 2
+        [evaluation]
         metric = "log_loss"
         [methods.good]
         algorithm = { name = "fedavg", eta = 0.5 }

@@ -177,7 +177,7 @@ def test_every_method_equals_simulation(name: str, tmp_path: Path) -> None:
     records = read_record(tmp_path / "run" / "record.jsonl")
     assert [[r[k] for k in COSTS] for r in records[1:]] == [[r[k] for k in COSTS] for r in expected.history[-4:]]
     for ours, theirs in zip(records[1:], expected.history[-4:]):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+        assert ours["loss"] == (theirs["loss"] and pytest.approx(theirs["loss"], rel=1e-9))  # None if none is noted
         assert ours["drift"] == pytest.approx(theirs["drift"], rel=1e-6, abs=1e-12)
     assert (tmp_path / "run" / "finished.json").exists()
     assert grid.messages
@@ -205,7 +205,7 @@ def test_what_leaves_a_site(name: str, tmp_path: Path) -> None:
         assert payload(order.content["shared"]) == fields
         assert set(reply.content) == {"answer", "fields", "report"}
         assert payload(reply.content["fields"]) == fields
-        assert set(reply.content["report"]) == {"loss", "moved", "examples"}
+        assert set(reply.content["report"]) | {"loss"} == {"loss", "moved", "examples"}  # a problem may note no loss
         assert set(reply.content["answer"]) == stamp | {"token", "client", "round"}
         sent += sum(a.numpy().nbytes for a in reply.content["fields"].values())
     assert sent == read_record(tmp_path / "run" / "record.jsonl")[-1]["bytes_up"]

@@ -72,9 +72,7 @@ arrays = st.one_of(
     st.integers(-5, 2**70),
 )
 @settings(max_examples=200, deadline=None)
-def test_answers_of_any_shape(
-    fields: dict[str, torch.Tensor], loss: float | None, moved: float, examples: int
-) -> None:
+def test_answers_of_any_shape(fields: dict[str, torch.Tensor], loss: float | None, moved: float, examples: int) -> None:
     """What passes the gate has the right names, shapes and types, and is finite."""
     s, algorithm, exchange = setting("scaffold"), method("scaffold"), Exchange()
     shared = RunState.start(algorithm, algorithm.init(s.problem, s.problem.x0), 5).shared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from test_files import holder
 
 from nestfed.core import METRICS, OBJECTIVES, Metric, NestfedError
 from nestfed.engine.record import read as read_record
-from nestfed.experiment.build import Assembly, assemble
+from nestfed.experiment.build import assemble
 from nestfed.experiment.compare import compare
 from nestfed.experiment.run import TUNING_SEED, run
 from nestfed.experiment.spec import Experiment, from_tables, read
@@ -36,6 +37,7 @@ from nestfed.experiment.tune import (
     write_tuned,
 )
 from nestfed.metrics import find
+from nestfed.problems.invariant import InvariantOptions
 
 SMALL = {"run.rounds": 4, "run.q": 1, "evaluation.every": 1, "partition.clients": 2}
 
@@ -114,15 +116,16 @@ def test_a_metric_of_a_plain_function_must_declare_its_direction(
     """An objective of one's own returns `regret`: by name it is refused before any run, as a `Metric` it decides."""
 
     def objective(metric: str | Metric) -> Any:
-        def build(experiment: Experiment, seed: int) -> Assembly:
-            made = OBJECTIVES["invariant"](experiment, seed)
+        class Regret(InvariantOptions):
+            def build(self, setting: Any) -> Any:
+                made = super().build(setting)
 
-            def regret(model: Any) -> dict[str, float]:
-                return {"regret": 1 - made.test(model)["accuracy"]}
+                def regret(model: Any) -> dict[str, float]:
+                    return {"regret": 1 - made.test(model)["accuracy"]}
 
-            return Assembly(made.problem, None, made.clients, regret, metric, regret)
+                return dataclasses.replace(made, metric=metric, test=regret, validation=regret)
 
-        return build
+        return Regret
 
     regret = Metric("regret", higher=False)
     monkeypatch.setattr(OBJECTIVES, "_things", {**OBJECTIVES._things})
@@ -132,7 +135,7 @@ def test_a_metric_of_a_plain_function_must_declare_its_direction(
         "partition": {"clients": 2},
         "problem": {"name": "unknown", "dim": 5, "inner": 4, "outer": 4},
         "run": {"rounds": 3, "q": 2},
-        "methods": {"fcsg": {"algorithm": {"name": "fcsg"}, "grid": {"algorithm.alpha": [0.001, 1.0]}}},
+        "methods": {"fcsg": {"tune": {"alpha": [0.001, 1.0]}}},
     }
     for start in (tune, lambda *args, **more: compare(args[0], args[1], 1, args[2], **more)):
         with pytest.raises(NestfedError, match=r'METRICS.add\("regret", Metric\("regret", higher=True\)\)'):

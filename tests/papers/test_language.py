@@ -201,7 +201,7 @@ def test_packaged_experiments_assemble(real: None) -> None:
     experiment = read_experiment("wikitext-small")
     assert list(experiment.methods) == list(SIX)
     for name in experiment.methods:
-        first = {k: v[0] for k, v in experiment.methods[name].get("grid", {}).items()}
+        first = {k: v[0] for k, v in experiment.grid(name).items()}
         made = assemble(experiment.for_method(name).with_overrides(first))
     assert made.problem.clip == 0.25
     found = made.evaluate(made.problem.bind(made.problem.x0))
@@ -217,7 +217,7 @@ def test_the_full_size_steps(real: None, name: str) -> None:
     """A dry run of wikitext-full: two clients, two steps; 3 GB for fedavg, 6 GB for fafed."""
     experiment = read_experiment("wikitext-full")
     variant = experiment.for_method(name).with_overrides(
-        {"partition.clients": 2, **{k: v[0] for k, v in experiment.methods[name].get("grid", {}).items()}}
+        {"partition.clients": 2, **{k: v[0] for k, v in experiment.grid(name).items()}}
     )
     made = assemble(variant)
     assert made.problem.x0.numel() == 2 * 33278 * 650 + 33278 + 2 * (8 * 650**2 + 8 * 650)  # 50 million
@@ -231,7 +231,7 @@ def test_the_full_size_steps(real: None, name: str) -> None:
 @pytest.mark.parametrize("name", SIX)
 def test_the_small_size_learns(real: None, name: str) -> None:
     experiment = read_experiment("wikitext-small")
-    grid = experiment.methods[name]["grid"].items()
+    grid = experiment.grid(name).items()
     middle = {k: v[(len(v) - 1) // 2] if k.startswith("algorithm.eta") else v[-1] for k, v in grid}
     made = assemble(experiment.for_method(name).with_overrides(middle))
     result = simulate(
@@ -250,7 +250,7 @@ def test_the_small_size_learns(real: None, name: str) -> None:
 def test_tiny_imagenet_experiment_steps_with_every_method(real: None) -> None:
     experiment = read_experiment("tiny-imagenet-auroc")
     for name in experiment.methods:
-        first = {k: v[0] for k, v in experiment.methods[name].get("grid", {}).items()}
+        first = {k: v[0] for k, v in experiment.grid(name).items()}
         changes = {"partition.clients": 2, "problem.batch": 8, **first}
         made = assemble(experiment.for_method(name).with_overrides(changes))
         assert made.problem.p == pytest.approx(5 / 6, abs=0.01)

@@ -77,7 +77,7 @@ def test_a_round_of_every_packaged_comparison(name: str, tmp_path: Path) -> None
     experiment = read(name)
     metric = experiment.evaluation.metric
     for method in experiment.methods:
-        first = {k: values[0] for k, values in experiment.methods[method].get("grid", {}).items()}
+        first = {k: values[0] for k, values in experiment.grid(method).items()}
         trial = experiment.for_method(method).with_overrides({**first, "run.rounds": 1})
         start, *_, end = run(trial, tmp_path / method, progress=False, picture=False)
         assert math.isfinite(end["loss"])

@@ -48,9 +48,15 @@ class Watched(FederatedAUC):
 
     inputs: ClassVar[Tensor]
 
-    def _problem(self, model: Any, x: Tensor, *rest: Any) -> Any:
-        type(self).inputs = x
-        return super()._problem(model, x, *rest)
+    def _objective(self) -> Any:
+        options = super()._objective()
+
+        def build(model: Any, arrays: tuple[Tensor, Tensor], *rest: Any, **more: Any) -> Any:
+            type(self).inputs = arrays[0]
+            return type(options).build(options, model, arrays, *rest, **more)
+
+        object.__setattr__(options, "build", build)
+        return options
 
 
 QUICK = {"rounds": 1, "q": 1}

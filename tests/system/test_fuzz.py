@@ -32,7 +32,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nestfed.deploy.remote import Answer, Coordinator
 from nestfed_papers.toys import Quadratic
 from test_contract import method
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestfed.core import Fields
+from nestfed.core import Fields, NestfedError
 from nestfed.engine.encode import wire_form
 from nestfed.engine.options import Exchange
 from nestfed.engine.program import TAP
 from nestfed.engine.round import Fold, Order, Upload
 
 
-class RejectedError(Exception):
+class RejectedError(NestfedError):
     """An answer that must not be used; the sentence says why."""
 
 

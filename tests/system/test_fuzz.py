@@ -271,7 +271,10 @@ def flower_arrays(folder: Path, content: bytes) -> Any:
     from flwr.app import Array, ArrayRecord
 
     record = ArrayRecord({"x": Array("float64", (3,), "numpy.ndarray", content)})
-    return flower.tensors_of(record, 100_000)
+    try:
+        return flower.tensors_of(record, 100_000)
+    except flower.RejectedError as error:  # the coordinator drops the answer and says why
+        raise NestfedError(str(error)) from error
 
 
 def flower_plan(path: Path) -> Any:

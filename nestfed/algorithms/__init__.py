@@ -1,4 +1,4 @@
-"""How it is minimised: every method as one client's program. A new method is one class and its name here."""
+"""The methods, each written as one client's program. To add a method, write a class and list it here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for _method in _OWN:
 
 
 def build(name: str, **hyper: Any) -> Algorithm[Any, Any]:
-    """Make a method from its name and hyper-parameters; those unknown or missing are named."""
+    """Build a method from its name and hyper-parameters; report unknown or missing ones."""
     method = METHODS[name]
     known = {f.name: f for f in dataclasses.fields(method)}  # type: ignore[arg-type]
     for key in hyper:

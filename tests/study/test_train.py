@@ -259,7 +259,7 @@ def test_mistakes_in_the_call(files: list[Path], tmp_path: Path) -> None:
     with pytest.raises(NestfedError, match=r"nowhere\.csv is not there"):
         train.read_sites([*files, tmp_path / "nowhere.csv"], "malignant")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(NestfedError, match="not a table by its name"):
+    with pytest.raises(NestfedError, match="is not a table: expected a name"):
         train.read_sites([tmp_path / "a.txt"], "malignant")
     with pytest.raises(NestfedError, match="is named twice"):
         train.read_sites([files[0], files[0]], "malignant")

@@ -84,7 +84,7 @@ def test_its_experiment_runs_on_its_dataset_and_network(folder: Path) -> None:
     [
         (
             "import nowhere",
-            "plugin 'broken' (broken) cannot be imported, fix or uninstall it: ModuleNotFoundError: No module named 'nowhere'",
+            "plugin 'broken' (broken) cannot be imported; fix or uninstall it: ModuleNotFoundError: No module named 'nowhere'",
         ),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ('from nestfed.core import COMMANDS\nCOMMANDS.add("reproduce", print)', "two of the command 'reproduce'"),

@@ -330,7 +330,7 @@ def _table(outcomes: list[MethodResult], metric: Metric, seeds: int) -> None:
     )
     for o in outcomes:
         if o.diverged:
-            say(o.fate())
+            say(o.divergence())
 
 
 @contextmanager

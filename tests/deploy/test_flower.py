@@ -398,7 +398,7 @@ def test_numbers_that_go_wrong_at_a_site(on_nan: str, tmp_path: Path) -> None:
             deploy(study, tmp_path, 5, min_sites=3)
         return
     grid = deploy(study, tmp_path, 5, min_sites=3)
-    with pytest.warns(UserWarning, match="left out of this round"):
+    with pytest.warns(UserWarning, match="is dropped from this round"):
         expected = simulate(
             s.problem, algorithm, Poisoned(s.clients), rounds=4, q=Q, seed=SEED, mode="loop", on_nan="drop",
             progress=False,

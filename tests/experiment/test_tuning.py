@@ -317,8 +317,8 @@ def test_a_seed_that_diverges_does_not_end_a_comparison(tmp_path: Path) -> None:
     }
     experiment = from_tables(tables)
     _, (sound, wild) = compare(experiment, ["sound", "wild"], 2, tmp_path, workers=1)
-    assert sound.fate() == ""
-    assert "wild diverged with 2 of 2 seeds" in wild.fate()
+    assert sound.divergence() == ""
+    assert "wild diverged with 2 of 2 seeds" in wild.divergence()
     assert wild.final("auroc") == [h[-1]["auroc"] for h in wild.histories]
     assert all(h[-1]["round"] < 12 for h in wild.histories)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json*")}

@@ -72,7 +72,7 @@ def test_no_extra_is_there_and_none_is_needed(fresh: Fresh) -> None:
     assert "fcsg-m" in fresh.nestfed("list")
     told = fresh.nestfed("run", "study.toml", "--out", "one")
     assert "report.html" in told
-    assert "picture" not in told
+    assert "plot.png" not in told
     told = fresh.nestfed("compare", "study.toml", "--seeds", "2", "--out", "two")
     assert "fedavg" in told
     assert "curves" not in told

@@ -53,7 +53,9 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
         prepared = prepare(experiment.data, experiment.partition, seed)
         return labelled(experiment, prepared, prepared.positive_rate, seed)
     if not isinstance(objective, Generated):
-        raise NestfedError(f"The experiment names no problem: set problem.name to one of {', '.join(sorted(OBJECTIVES))}.")
+        raise NestfedError(
+            f"The experiment names no problem: set problem.name to one of {', '.join(sorted(OBJECTIVES))}."
+        )
     algorithm, data = method(experiment), experiment.data
     network = partial(models.build, experiment.model.name, seed=seed, **experiment.model.options)
     made = objective.build(

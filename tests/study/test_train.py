@@ -69,7 +69,7 @@ def trained(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_the_comparison_is_printed(trained: Path) -> None:
     text = (trained / "printed.txt").read_text()
-    assert "3 sites; malignant = 1 counts as positive." in text
+    assert "3 sites; malignant = 1 is the positive class." in text
     for way in ("fcsg ", "fedavg", "every site alone"):
         (row,) = [line for line in text.splitlines() if line.startswith(way) and " 0." in line]
         found = [float(v) for v in re.findall(r"0\.\d{4}", row)]

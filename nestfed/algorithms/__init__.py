@@ -1,4 +1,4 @@
-"""The methods, each written as one client's program. To add a method, write a class and list it here."""
+"""How it is minimised: every method as one client's program. A new method is one class and its name here."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_its_experiment_runs_on_its_dataset_and_network(folder: Path) -> None:
             "plugin 'broken' (broken) cannot be imported; fix or uninstall it: ModuleNotFoundError: No module named 'nowhere'",
         ),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ('from nestfed.core import COMMANDS\nCOMMANDS.add("reproduce", print)', "two of the command 'reproduce'"),
+        ('from nestfed.core import COMMANDS\nCOMMANDS.add("reproduce", print)', "already a command called 'reproduce'"),
         (
             'from nestfed.core import COMMANDS\nCOMMANDS.add("theory", print)',
             "A plugin's command 'theory' has the name of a nestfed command",

@@ -67,7 +67,7 @@ def test_another_objective_leaves_the_options_of_the_file_behind_but_not_its_own
 
 
 def test_an_experiment_without_a_problem_says_so() -> None:
-    with pytest.raises(NestfedError, match=r"names no problem: set problem\.name to one of classify, auroc"):
+    with pytest.raises(NestfedError, match=r"has no problem: set problem\.name to one of classify, auroc"):
         assemble(from_tables({"algorithm": {"name": "fedavg", "eta": 0.1}}))
 
 

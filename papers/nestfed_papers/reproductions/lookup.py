@@ -1,4 +1,4 @@
-"""Find a reproduction by name, and tell whether records belong to its current settings."""
+"""Find a reproduction by name, and check whether records belong to its current settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(case: Case, budget: Budget, experiment: Experiment) -> Path:
 
 
 def _digest(experiment: Experiment, budget: Budget, case: Case) -> str:
-    """Return a hash of everything that decides the runs of a case, except the number of seeds."""
+    """Return a hash of everything that determines the runs of a case, except the number of seeds."""
     grids = {name: experiment.grid(name) for name in experiment.methods}
     variants = {name: identity(experiment.for_method(name).resolved()) for name in experiment.methods}
     parts = [variants, grids, budget.trials, case.splits]
@@ -44,5 +44,5 @@ def outdated(evidence: Evidence) -> list[str]:
 
 
 def departs(evidence: Evidence) -> str:
-    """Return what differs from the paper: today's text, or that of the records if the settings have changed since."""
+    """Return what differs from the paper: the current text, or the recorded one if settings have changed since."""
     return evidence.meta["departs"] if outdated(evidence) else find(evidence.name).at(evidence.budget).departs

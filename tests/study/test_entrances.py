@@ -48,15 +48,9 @@ class Watched(FederatedAUC):
 
     inputs: ClassVar[Tensor]
 
-    def _objective(self) -> Any:
-        options = super()._objective()
-
-        def build(model: Any, arrays: tuple[Tensor, Tensor], *rest: Any, **more: Any) -> Any:
-            type(self).inputs = arrays[0]
-            return type(options).build(options, model, arrays, *rest, **more)
-
-        object.__setattr__(options, "build", build)
-        return options
+    def _run(self, problem: Any, clients: Any, *rest: Any) -> Any:
+        type(self).inputs = clients.arrays[0]
+        return super()._run(problem, clients, *rest)
 
 
 QUICK = {"rounds": 1, "q": 1}

@@ -1,4 +1,4 @@
-# `make demo` and `make test` set everything up themselves; all paths are relative, so the clone may lie anywhere.
+# `make demo` and `make test` set up the environment first. All paths are relative to the repository.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -12,11 +12,11 @@ demo: $(READY)
 test: $(READY)
 	$(RUN) -m pytest -n 2 -m "not slow"
 
-# Real Flower processes on this machine, TLS and keys on, some of them killed (about seven minutes).
+# Real Flower processes on this machine, with TLS and keys; some are killed (about seven minutes).
 test-deploy: $(READY)
 	$(RUN) -m pytest -m slow tests/system/test_flower_e2e.py
 
-# The built wheel alone in a new environment without extras (about three minutes).
+# The wheel in a new environment without extras (about three minutes).
 test-wheel: $(READY)
 	$(RUN) -m pytest -m slow tests/system/test_wheel.py
 
@@ -32,21 +32,21 @@ format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-# The documentation as a site, in build/site; a broken link is an error.
+# Build the documentation in build/site; a broken link is an error.
 docs: $(READY)
 	$(RUN) -m mkdocs build --strict
 
-# The theorems' rates, measured (about ten minutes of one core).
+# Measure the theorems' rates (about ten minutes on one core).
 complexity: $(READY)
 	$(RUN) papers/measurements/complexity/measure.py
 
-# Seconds a round against bare gradients and a loop by hand (about half an hour); needs the data sets (NESTFED_DATA).
+# Time per round, against bare gradients and a hand-written loop (about half an hour); needs the datasets (NESTFED_DATA).
 bench: $(READY)
 	$(RUN) benchmarks/speed/bench.py
 	$(RUN) benchmarks/speed/scale.py
 	$(RUN) benchmarks/speed/memory.py
 
-# Other simulators on the same work, each in an environment of its own; one that cannot be installed is said so.
+# Other simulators on the same work, each in its own environment; those that cannot be installed are reported.
 PEERS := .venv-peers
 bench-peers: $(READY)
 	$(call peer,flower,"flwr[simulation]==1.41.0" torch numpy)
@@ -54,13 +54,13 @@ bench-peers: $(READY)
 	$(call peer,fedjax,fedjax==0.0.17 jax==0.5.3 jaxlib==0.5.3)
 	$(RUN) benchmarks/speed/peers.py $(PEERS)
 
-# torch in the version that we use ourselves, so that the comparison is fair.
+# Use our version of torch, for a fair comparison.
 define peer
 test -x $(PEERS)/$(1)/bin/python || { $(PYTHON) -m venv $(PEERS)/$(1) && $(PEERS)/$(1)/bin/pip install --quiet \
 	$(2) $(if $(findstring torch,$(2)),"$$(grep ^torch== constraints.txt)"); } || { rm -rf $(PEERS)/$(1); echo "$(1): not installed"; }
 endef
 
-# Everything with its hash, but torch: its builds for processors and for accelerators share one version number.
+# Verify hashes of everything except torch, whose CPU and GPU builds share a version number.
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 $(READY): pyproject.toml papers/pyproject.toml constraints.txt requirements.lock
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -69,7 +69,7 @@ $(READY): pyproject.toml papers/pyproject.toml constraints.txt requirements.lock
 	$(PIP) --no-deps --no-build-isolation -e . -e papers
 	touch $(READY)
 
-# The newest versions that pyproject.toml and constraints.txt allow, with their hashes.
+# Lock the newest versions that pyproject.toml and constraints.txt allow, with hashes.
 lock:
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) uv

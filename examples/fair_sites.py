@@ -1,4 +1,4 @@
-"""Agnostic federated learning (Mohri et al. 2019): the worst mixture of hospitals counts, not their mean."""
+"""Agnostic federated learning (Mohri et al. 2019): train for the worst mixture of hospitals, not their mean."""
 
 import argparse
 
@@ -22,18 +22,18 @@ names = np.unique(hospital)
 
 
 def rows_of(part: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return one hospital's rows of a part."""
+    """Return one hospital's rows."""
     rows = part[hospital[part] == name]
     return data.x[rows], data.y[rows].astype(np.float32)
 
 
 def loss(model, batch):  # type: ignore[no-untyped-def]
-    """Return every row's cross-entropy."""
+    """Return the cross-entropy of every row."""
     return F.binary_cross_entropy_with_logits(model(batch[0]), batch[1], reduction="none")
 
 
 def worst_mixture(model, w, batch):  # type: ignore[no-untyped-def]
-    """Weigh each row by its site's share of the mixture."""
+    """Weight each row by its site's share of the mixture."""
     return (len(w) * w[batch[2]] * loss(model, batch)).mean()
 
 

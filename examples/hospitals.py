@@ -1,4 +1,4 @@
-"""Death in hospital (8.5 %) over the hospitals of the eICU demo, small ones together by region; no patient on both sides."""
+"""Predict death in hospital (8.5 %) in the eICU demo. Small hospitals are merged by region; patients are not split."""
 
 import argparse
 

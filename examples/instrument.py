@@ -1,4 +1,4 @@
-"""Instrumental variable regression as a conditional problem: a treatment is confounded, an instrument sets it free."""
+"""Instrumental variable regression as a conditional problem: an instrument identifies a confounded effect."""
 
 import argparse
 
@@ -47,5 +47,5 @@ clients = Instruments(16)
 pairs = [clients.sample(n, t)[1] for n in range(8) for t in range(50)]
 t, y = (torch.cat([p[i].reshape(-1) for p in pairs]) for i in (0, 1))
 print(f"truth 2.000, least squares {float(t @ y / (t @ t)):.3f}")
-for m in (1, 4, 16, 64):  # the residual's variance / m is what the square sees too much
+for m in (1, 4, 16, 64):  # the square has a bias of the residual's variance / m
     print(f"m = {m:>2}: " + "  ".join(f"{name} {effect(m, name):.3f}" for name in ("fcsg", "fcsg-m", "acc-fcsg-m")))

@@ -1,4 +1,4 @@
-"""Policy evaluation as a conditional problem: the mean squared Bellman error, whose expectation stands inside a square."""
+"""Policy evaluation as a conditional problem: the mean squared Bellman error has an expectation in a square."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Meta-learning: 25 sine waves over five sites; a new wave is fitted from ten points by a few gradient steps."""
+"""Meta-learning: train on 25 sine waves at five sites, then fit a new wave from ten points in a few steps."""
 
 import argparse
 

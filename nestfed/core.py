@@ -1,7 +1,6 @@
-"""The nouns that everything else is made of: batch, problem, clients, algorithm, server, schedule.
+"""The basic types: batch, problem, clients, algorithm, server, schedule.
 
-An engine asks a problem, clients and a method for nothing that is not declared here. Importing this module does not
-import torch.
+Engines use only what these classes declare. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 Fields = Mapping[str, "Tensor"]
-"""Named flat vectors: what a server holds and what crosses the network."""
+"""Named flat vectors: the server's state, uploads and broadcasts."""
 
 Data = Any
 """What `clients.sample(n, t)` returns: a tensor, or tuples, lists and dictionaries of tensors."""
@@ -48,7 +47,7 @@ class NestfedError(Exception):
 
 
 class DivergedError(NestfedError):
-    """Numbers that became infinite or NaN in training."""
+    """Training produced infinite or NaN values."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -58,21 +57,20 @@ T = TypeVar("T")
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> NestfedError:
-    """Return the error for an unknown name, with the nearest known one: `raise unknown("metric", "acc", METRICS)`."""
-    known = list(known)
+    """Return the error for an unknown name and suggest the nearest one: `raise unknown("metric", "acc", METRICS)`."""
+    known = sorted(known)
     lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), lower, 1, 0.4)
-    hint = (
-        f"did you mean {lower[near[0]]}?" if near else f"known are {', '.join(known)}." if known else "none is known."
-    )
+    others = f"choose one of {', '.join(known)}." if known else "there are none."
+    hint = f"did you mean {lower[near[0]]}?" if near else others
     return NestfedError(f"There is no {what} {name!r}; {hint}")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Things found by name: the library's own and those of plugins.
+    """A table of named entries from the library and its plugins.
 
-    A plugin is a module named in the entry-point group `nestfed.plugins`; importing it adds to these tables.
-    A thing given as "module:attribute" is imported when it is first used, so that names cost nothing.
+    A plugin is a module named in the entry-point group `nestfed.plugins`; importing it adds entries.
+    An entry given as "module:attribute" is imported on first use.
     """
 
     def __init__(self, what: str) -> None:
@@ -80,9 +78,9 @@ class Registry(Mapping[str, T], Generic[T]):
         self._things: dict[str, T | str] = {}
 
     def add(self, name: str, thing: T | str) -> None:
-        """Add a thing; reject a name that is taken."""
+        """Add an entry; reject a name that is taken."""
         if self._things.setdefault(name, thing) is not thing and self._things[name] != thing:
-            raise NestfedError(f"There are two of the {self.what} {name!r}: rename one of them.")
+            raise NestfedError(f"There is already a {self.what} called {name!r}: rename one of them.")
 
     def __getitem__(self, name: str) -> T:
         if name not in self._things:
@@ -109,9 +107,9 @@ class Registry(Mapping[str, T], Generic[T]):
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that says how good a model is, and whether higher is better: `Metric("my_score", higher=True)`.
+    """A measure of a model's quality and its direction: `Metric("my_score", higher=True)`.
 
-    Values may be None or NaN, which count as the worst: a record writes a value that does not exist as None.
+    Values may be None or NaN; both count as the worst. A record writes an undefined value as None.
     """
 
     name: str
@@ -120,16 +118,16 @@ class Metric:
     function: Callable[[Any, Any], float] | None = None
     """Computes it from scores and labels."""
     scores: Literal["ranking", "log-odds"] | None = None
-    """The scores for which `judge` computes it: one per example in any increasing form, or logits. None: for no scores."""
+    """The scores from which `judge` computes it: any that rank the examples, or logits. None: `judge` skips it."""
 
     @property
     def direction(self) -> str:
-        """The word for the best of several values: Highest or Lowest."""
+        """The word for the best value: Highest or Lowest."""
         return "Highest" if self.higher else "Lowest"
 
     @property
     def floor(self) -> float:
-        """What a value that does not exist counts as: no value is worse."""
+        """The value that stands for an undefined one: the worst possible."""
         return -math.inf if self.higher else math.inf
 
     def __call__(self, scores: Any, labels: Any) -> float:
@@ -139,16 +137,16 @@ class Metric:
         return self.function(scores, labels)
 
     def signed(self, value: float | None) -> float:
-        """Return a value so that larger is better, for sorting and for differences."""
+        """Return the value with its sign chosen so that larger is better, for sorting and differences."""
         known = self.floor if value is None or math.isnan(value) else value
         return known if self.higher else -known
 
     def better(self, a: float | None, b: float | None) -> bool:
-        """Tell whether value a is better than value b."""
+        """Return whether value a is better than value b."""
         return self.signed(a) > self.signed(b)
 
     def reached(self, value: float | None, target: float) -> bool:
-        """Tell whether a value is at least as good as a target."""
+        """Return whether a value is at least as good as a target."""
         return value is not None and self.signed(value) >= self.signed(target) and not math.isnan(value + target)
 
     def best(self, values: Iterable[float]) -> float:
@@ -168,7 +166,7 @@ EXPERIMENTS: Registry[Path] = Registry("experiment")
 COMMANDS: Registry[Callable[..., None]] = Registry("command")
 
 METRICS: Registry[Metric] = Registry("metric")
-"""`nestfed.metrics` adds the library's own; `nestfed.metrics.find` also knows the names in a record."""
+"""Filled by `nestfed.metrics`, whose `find` also accepts the names in a record."""
 
 _loaded: set[str] = set()
 
@@ -183,12 +181,12 @@ def load_plugins() -> None:
 
 
 def _load(point: EntryPoint, what: str) -> Any:
-    """Import a module or an attribute; whatever it raises becomes one sentence."""
+    """Import a module or an attribute; turn any exception into a NestfedError."""
     try:
         return point.load()
     except Exception as error:
         raise NestfedError(
-            f"{what} cannot be imported, fix or uninstall it: {type(error).__name__}: {error}"
+            f"{what} cannot be imported; fix or uninstall it: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -205,13 +203,13 @@ def first(schedule: Schedule, t: int) -> float:
     """Return 1 at t = 0 and the schedule later: "Initialize" is a step whose momentum weight is 1."""
     value = 1.0 if t == 0 else at(schedule, t)
     if not 0 <= value <= 1:
-        raise NestfedError(f"A momentum weight must lie in [0, 1], and a schedule gives {value:g} at iteration {t}.")
+        raise NestfedError(f"A momentum weight must be in [0, 1], but the schedule gives {value:g} at iteration {t}.")
     return value
 
 
 @dataclass(frozen=True)
 class Power:
-    """The decaying step size scale / (shift + t)^power that most theorems ask for."""
+    """The decaying step size scale / (shift + t)^power that most theorems use."""
 
     scale: float
     shift: float = 1.0
@@ -226,7 +224,7 @@ class Power:
 
 
 def positive(owner: object, *names: str) -> None:
-    """Refuse a hyper-parameter that is not a finite number above 0 (a schedule is judged at t = 1)."""
+    """Reject a hyper-parameter that is not a finite number above 0 (a schedule is checked at t = 1)."""
     for name in names:
         value = _number(owner, name)
         if not 0 < value < float("inf"):
@@ -234,15 +232,15 @@ def positive(owner: object, *names: str) -> None:
 
 
 def weight(owner: object, *names: str) -> None:
-    """Refuse a momentum weight outside (0, 1] (a schedule is judged at t = 1)."""
+    """Reject a momentum weight outside (0, 1] (a schedule is checked at t = 1)."""
     for name in names:
         value = _number(owner, name)
         if not 0 < value <= 1:
-            raise NestfedError(f"{_label(owner)}: {name} must lie in (0, 1], not {value:g}.")
+            raise NestfedError(f"{_label(owner)}: {name} must be in (0, 1], not {value:g}.")
 
 
 def at_least(owner: object, least: float, *names: str) -> None:
-    """Refuse a hyper-parameter below `least`."""
+    """Reject a hyper-parameter below `least`."""
     for name in names:
         value = _number(owner, name)
         if not least <= value < float("inf"):
@@ -260,7 +258,7 @@ def _number(owner: object, name: str) -> float:
 
 
 def _may_vary(owner: object, name: str) -> bool:
-    """Tell whether a field is declared as a `Schedule`."""
+    """Return whether a field is declared as a `Schedule`."""
     declared = getattr(type(owner), "__dataclass_fields__", {})
     return name in declared and "Schedule" in str(declared[name].type)
 
@@ -270,12 +268,12 @@ def _label(owner: object) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What a step and a problem receive
+# Batches
 
 
 @dataclass
 class Tape:
-    """The cost of one step's evaluations, and the loss that they saw."""
+    """The evaluations of one step: how many, on how many examples, and the loss."""
 
     examples: int = 0
     evaluations: int = 0
@@ -291,20 +289,20 @@ class Tape:
 
 @dataclass(frozen=True)
 class Batch:
-    """One client's data at one iteration, with what the engine says about them."""
+    """One client's data at one iteration, with the engine's settings for evaluating it."""
 
     data: Data
     """What `clients.sample(n, t)` returned."""
     key: Tensor | None = None
     """The seed of this batch's random numbers, such as dropout masks; only for a problem that is `random`."""
     tape: Tape = field(default_factory=Tape)
-    """Where evaluations are counted."""
+    """Counts the evaluations."""
     eager: bool = False
-    """No function transform surrounds the call, so plain autograd (which is faster) may be used."""
+    """True outside function transforms, where the faster plain autograd works."""
     precision: torch.dtype | None = None
-    """The dtype in which to compute matrix products and convolutions, if it is not that of the state."""
+    """The dtype of matrix products and convolutions; None = the dtype of the state."""
     pieces: int = 1
-    """Evaluate the batch in this many pieces, one after another, because it does not fit as a whole."""
+    """Evaluate the batch in this many pieces, one after another, to save memory."""
 
     def note(self, examples: int, loss: Tensor | None = None) -> None:
         """Count one evaluation on this many examples, and record the loss if it is known.
@@ -316,22 +314,22 @@ class Batch:
 
 
 def as_batch(data: Batch | Data) -> Batch:
-    """Return a `Batch`; plain data get no key and a tape of their own."""
+    """Return a `Batch`; plain data gets no key and a new tape."""
     return data if isinstance(data, Batch) else Batch(data)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What an engine may ask of clients
+# Clients
 
 
 class Clients(ABC):
-    """Who holds the data, and the batch that each client draws at each iteration.
+    """The clients, and the batch that each draws at each iteration.
 
-    `__len__` and `sample` are all that clients must have.
+    Subclasses must define `__len__` and `sample`.
     """
 
     alike: bool = True
-    """The batches of all clients have one shape, so clients may be vectorised."""
+    """All clients' batches have the same shape, so clients can be vectorised."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -339,10 +337,10 @@ class Clients(ABC):
 
     @abstractmethod
     def sample(self, n: int, t: int) -> Data:
-        """Return client n's batch at iteration t: the same one whenever and wherever it is asked for."""
+        """Return client n's batch at iteration t; the same n and t always give the same batch."""
 
     def seeded(self, seed: int) -> Self:
-        """Return these clients with the seed of a run; clients that draw no random numbers return themselves."""
+        """Return these clients with the seed of a run; clients without randomness return themselves."""
         return self
 
     def to(self, device: torch.device) -> Self:
@@ -354,11 +352,11 @@ class Clients(ABC):
         return str(n)
 
     def examples(self, n: int) -> int:
-        """Return the number of client n's training rows; 0 if it is unknown."""
+        """Return the number of client n's training rows; 0 if unknown."""
         return 0
 
     def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
-        """Return for every iteration in ts the batches of the clients ns, stacked along a new first axis."""
+        """Return one entry per iteration in ts: the batches of the clients ns, stacked along a new first axis."""
         return [_stack([self.sample(n, t) for n in ns], ns) for t in ts]
 
 
@@ -381,7 +379,7 @@ def _stack(batches: list[Data], ns: Sequence[int]) -> Data:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """The least that clients can be; `as_clients` makes `Clients` of it."""
+    """The minimal interface of clients; `as_clients` turns it into `Clients`."""
 
     def __len__(self) -> int:
         """Return the number of clients."""
@@ -391,7 +389,7 @@ class Sampler(Protocol):
 
 
 class _Sampled(Clients):
-    """Clients around an object with just `__len__` and `sample`."""
+    """Wrap an object that has only `__len__` and `sample`."""
 
     def __init__(self, source: Sampler) -> None:
         self.source = source
@@ -418,13 +416,13 @@ def as_clients(clients: object) -> Clients:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What an algorithm and an engine may ask of a problem
+# Problems
 
 
 class Problem(ABC):
-    """What is minimised. A problem of one of the kinds below answers an algorithm's questions.
+    """The objective to minimise; algorithms work on the kinds below.
 
-    A problem is pure: the same call gives the same numbers. Under vmap its tensors are one client's.
+    A problem is pure: the same call returns the same numbers. Under vmap it sees one client's tensors.
     """
 
     kinds: ClassVar[str]
@@ -441,23 +439,23 @@ class Problem(ABC):
         """The starting point, one flat vector of floats."""
 
     def project(self, x: Tensor) -> Tensor:
-        """Return the nearest point of the feasible set; all of space unless the problem says otherwise."""
+        """Return the nearest feasible point; by default all points are feasible."""
         return x
 
     def bind(self, x: Tensor, *, train: bool = False) -> Any:
-        """Return the model at x, which `evaluate` receives; x itself unless the problem has a module."""
+        """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module."""
         return x
 
     def module(self, x: Tensor) -> Any:
-        """Return what the user gets at the end of a run: a model that owns its parameters, or a copy of x."""
+        """Return the result of a run: a model that owns its parameters, or a copy of x."""
         return x.detach().clone()
 
     def to(self, device: torch.device) -> None:  # noqa: B027 - by default there is nothing to move
-        """Move what the problem owns, x0 included, to a device."""
+        """Move the problem's tensors, including x0, to a device."""
 
 
 class Differentiable(Problem):
-    """A problem with a (perhaps biased) stochastic gradient: `Minimize`, `Conditional`, `Compositional`."""
+    """A problem with a (possibly biased) stochastic gradient: `Minimize`, `Conditional`, `Compositional`."""
 
     kinds = "Minimize, Conditional or Compositional"
 
@@ -467,7 +465,7 @@ class Differentiable(Problem):
 
 
 class Composed(Differentiable):
-    """F(x) = f(E g(x)), whose inner value can be tracked: `Compositional`.
+    """F(x) = f(E g(x)), an algorithm can track its inner value: `Compositional`.
 
     The inner value has one row per task in the batch; a plain compositional problem has one task.
     """
@@ -486,7 +484,7 @@ class Composed(Differentiable):
 
     @abstractmethod
     def which(self, batch: Batch) -> Tensor:
-        """Return the k indices of the batch's tasks among the client's own."""
+        """Return the k indices of the batch's tasks among the client's tasks."""
 
 
 class Saddle(Problem):
@@ -523,7 +521,7 @@ class SolvableSaddle(Saddle):
 
 
 class Server(ABC):
-    """What the server does with the mean of what the clients sent. Frozen and pure, like an algorithm."""
+    """The server's update: from the mean of the uploads to the next broadcast. Frozen and pure, like an algorithm."""
 
     def init(self, shared: Fields) -> Fields:
         """Return the server's own state before the first round."""
@@ -531,15 +529,17 @@ class Server(ABC):
 
     @abstractmethod
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
-        """Return the server's new state and what it broadcasts.
+        """Return the server's new state and the next broadcast.
 
-        `old` is what it broadcast last, `fraction` the part |S|/N of all clients that `mean` speaks for.
+        old: the previous broadcast.
+        mean: the mean of the uploads.
+        fraction: the share |S|/N of the clients in that mean.
         """
 
 
 @dataclass(frozen=True)
 class Average(Server):
-    """Broadcast the mean as it is."""
+    """Broadcast the mean unchanged."""
 
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
         """Return the mean."""
@@ -553,8 +553,8 @@ S = TypeVar("S", bound=NamedTuple)
 class Algorithm(ABC, Generic[P, S]):
     """One client's program on flat vectors. A frozen dataclass of hyper-parameters; its methods are pure.
 
-    The fields of its state are of three sorts: `shared` cross the network; `private` stay on their client
-    from round to round; all others are scratch, which `receive` fills anew at the start of every round.
+    Its state has three kinds of fields. `shared` fields cross the network. `private` fields stay on their client
+    between rounds. All others are scratch: `receive` refills them at the start of every round.
     """
 
     name: ClassVar[str]
@@ -564,29 +564,29 @@ class Algorithm(ABC, Generic[P, S]):
     single: ClassVar[bool] = False
     """Defined for one client only."""
     point: ClassVar[str] = "x"
-    """The shared field that is the answer."""
+    """The shared field that holds the solution."""
 
     family: ClassVar[str] = "plain"
     """Where `nestfed list` shows it: plain, conditional, compositional or minimax."""
     cites: ClassVar[tuple[str, ...]] = ()
     """The BibTeX entries to cite."""
     aliases: ClassVar[tuple[str, ...]] = ()
-    """Other names that `nestfed cite` knows it by."""
+    """Other names that `nestfed cite` accepts."""
     steps: ClassVar[tuple[str, ...]] = ("eta",)
     """The hyper-parameters that are its step sizes."""
     sizes: ClassVar[Mapping[str, str]] = {}
-    """The shared fields that are not of the model's size: "dual" (of w) or "inner value"."""
+    """The shared fields that do not have the model's size: "dual" (the size of w) or "inner value"."""
     evaluations: ClassVar[int] = 1
-    """Points at which a step evaluates its batch."""
+    """The number of points at which a step evaluates its batch."""
 
     @classmethod
     def usual(cls, lr: Schedule | None, *, rounds: int, q: int) -> dict[str, Any]:
-        """Return the hyper-parameters that one step size and the length of a run decide."""
+        """Return the default hyper-parameters for one step size and the length of a run."""
         return {} if lr is None else dict.fromkeys(cls.steps, lr)
 
     @property
     def server(self) -> Server:
-        """What the server does with the mean."""
+        """The server's update rule."""
         return Average()
 
     @abstractmethod
@@ -598,27 +598,27 @@ class Algorithm(ABC, Generic[P, S]):
         """Return the state after local iteration t."""
 
     def send(self, s: S, t: int) -> S:
-        """Prepare the upload; t is the iteration that comes next."""
+        """Prepare the upload; t is the next iteration."""
         return s
 
     def receive(self, s: S, t: int) -> S:
-        """Take in the download; t is the iteration that comes next."""
+        """Process the download; t is the next iteration."""
         return s
 
     def rejoin(self, s: S, t: int) -> S:
-        """Make private fields usable again for a client that sat out the last round (before `receive`)."""
+        """Refresh the private fields of a client that skipped the last round (called before `receive`)."""
         return s
 
     def restarts(self, t: int) -> bool:
-        """Tell whether iteration t starts an estimate anew, where a larger batch helps (`initial_batch`)."""
+        """Return whether iteration t restarts an estimate, where a larger batch helps (`initial_batch`)."""
         return t == 0
 
     def ends_round(self, t: int, q: int) -> bool:
-        """Tell whether the clients synchronise after iteration t."""
+        """Return whether the clients synchronise after iteration t."""
         return (t + 1) % q == 0
 
     def feasible(self, problem: P, shared: Fields) -> Fields:
-        """Return the broadcast with both players in their sets, which a server's step or noise may have left."""
+        """Project both players onto their feasible sets, which a server step or noise may have left."""
         found = {**shared, self.point: problem.project(shared[self.point])}
         if isinstance(problem, Saddle) and "w" in shared:
             found["w"] = problem.project_dual(shared["w"])
@@ -626,7 +626,7 @@ class Algorithm(ABC, Generic[P, S]):
 
 
 def refuse_mismatch(problem: Problem, algorithm: Algorithm[Any, Any]) -> None:
-    """Refuse a method on a kind of problem that it cannot work on."""
+    """Reject a method on a kind of problem that it does not accept."""
     if not isinstance(problem, algorithm.accepts):
         raise NestfedError(
             f"{algorithm.name} works on problems of kind {algorithm.accepts.kinds}, "

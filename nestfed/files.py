@@ -19,23 +19,23 @@ from nestfed.core import NestfedError
 
 try:
     import fcntl
-except ImportError:  # not on this system, which then has no lock
+except ImportError:  # this system has no such locks
     fcntl = None  # type: ignore[assignment]
 
 NAME = ".lock"
 POLL = 0.2
 _held: dict[Path, tuple[int, int]] = {}
-"""Directories that this process holds: the file descriptor, and the thread that may enter again."""
+"""Directories that this process has locked: the file descriptor, and the thread that may lock again."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is whole or not there, also after a power cut."""
+    """Write a file completely or not at all, even after a power cut."""
     with written(path.parent / f".{path.name}.{os.getpid()}.tmp", lambda: path) as file:
         file.write(content)
 
 
 def write_model(path: Path, model: Any, x: Any) -> None:
-    """Write a module's state to a safetensors file; of a model without one, its vector x."""
+    """Write a module's state to a safetensors file, or the vector x if the model has no state."""
     from safetensors.torch import save
 
     tensors = model.state_dict() if hasattr(model, "state_dict") else {"x": x}
@@ -44,7 +44,7 @@ def write_model(path: Path, model: Any, x: Any) -> None:
 
 @contextmanager
 def written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
-    """Open a file that gets its name when all is written and on the disk."""
+    """Open a temporary file that gets its name once everything is on disk."""
     try:
         with temporary.open("wb") as file:
             yield file
@@ -57,7 +57,7 @@ def written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
 
 
 def make_directory(path: Path) -> Path:
-    """Make a directory and its parents, if they are not there."""
+    """Create a directory and its parents if they do not exist."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,36 +66,36 @@ def make_directory(path: Path) -> Path:
 
 
 def sweep(directory: Path) -> None:
-    """Delete what a process that was killed left half written; only for whoever holds the directory's lock."""
+    """Delete the partial files of a killed process. The caller must hold the directory's lock."""
     for leftover in directory.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
 
 
 @contextmanager
 def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
-    """Hold a directory, or refuse after `patience` seconds with a sentence that names the process that does.
+    """Lock a directory, or fail after `patience` seconds with an error that names the holder.
 
-    The system frees the lock when its process ends, also by SIGKILL. The thread that holds a directory may enter it
-    again. The file holds pid, host and time of the holder and is deleted at the end.
+    The system frees the lock when the process ends, even by SIGKILL. The thread that holds a directory may lock it
+    again. The lock file holds the holder's pid, host and start time; it is deleted at the end.
     """
     place = directory.resolve()
     if fcntl is None or (place in _held and _held[place][1] == threading.get_ident()):
         yield
         return
     if place in _held:
-        raise NestfedError(_refusal(directory, {"pid": os.getpid(), "host": socket.gethostname()}))
+        raise NestfedError(_busy(directory, {"pid": os.getpid(), "host": socket.gethostname()}))
     handle = _take(place, directory, time.monotonic() + patience)
     _held[place] = (handle, threading.get_ident())
     try:
         yield
     finally:
         del _held[place]
-        (place / NAME).unlink(missing_ok=True)  # while it is still ours
+        (place / NAME).unlink(missing_ok=True)  # while we still hold the lock
         os.close(handle)
 
 
 def _take(place: Path, directory: Path, end: float) -> int:
-    """Return the descriptor of the lock file in `place`, locked; `directory` is what the user calls it."""
+    """Lock the file in `place` and return its descriptor; `directory` is the user's name for it, for errors."""
     path = place / NAME
     while True:
         try:
@@ -111,38 +111,38 @@ def _take(place: Path, directory: Path, end: float) -> int:
                 if time.monotonic() < end:
                     time.sleep(POLL)
                     continue
-                raise NestfedError(_refusal(directory, holder)) from error
-            warnings.warn(f"{directory} lies where files cannot be locked: start no second run in it.", stacklevel=4)
-        # The holder before us deletes its file: what we have locked may have no name any more.
+                raise NestfedError(_busy(directory, holder)) from error
+            warnings.warn(f"{directory} is on a file system without locking; run only one process there.", stacklevel=4)
+        # The previous holder deletes its file, so the file we locked may be gone.
         try:
             if os.path.samestat(path.stat(), os.fstat(handle)):
                 break
         except FileNotFoundError:
             pass
         os.close(handle)
-    told = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with contextlib.suppress(OSError):  # a full disk: the lock holds, only the name is missing
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with contextlib.suppress(OSError):  # on a full disk the lock works without the holder's name
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(told).encode(), 0)
+        os.pwrite(handle, json.dumps(holder).encode(), 0)
     return handle
 
 
 def _holder(handle: int) -> dict[str, Any]:
     try:
-        told = json.loads(os.pread(handle, 1000, 0))
+        holder = json.loads(os.pread(handle, 1000, 0))
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
-def _refusal(directory: Path, holder: dict[str, Any]) -> str:
+def _busy(directory: Path, holder: dict[str, Any]) -> str:
     who = f"Process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "Another process"
     since = f" since {holder['since']}" if "since" in holder else ""
-    return f"{who} has been at work in {directory}{since}: wait for its end, or choose another directory."
+    return f"{who} has been using {directory}{since}: wait until it ends, or choose another directory."
 
 
 def _forget() -> None:
-    """Let a forked child hold nothing, so that a lock ends with the process that took it."""
+    """Drop all locks in a forked child, so that a lock ends with the process that took it."""
     for handle, _ in _held.values():
         os.close(handle)
     _held.clear()

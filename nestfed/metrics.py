@@ -1,11 +1,10 @@
-"""How good a model is: metrics with their direction, on rows in one place and over clients that share only counts.
+"""Metrics and their direction, computed from rows or from counts that clients share.
 
-`Metric` (of nestfed.core) is the only place that knows whether higher is better; `find` looks one up by name.
+`nestfed.core.Metric` says whether higher is better; `find` looks up a metric by name.
 
-Conventions, everywhere in this file. ``scores`` are logits, or anything increasing in them for the ranking
-metrics. Binary ``labels`` are 0/1 (or −1/+1, or booleans). A value that does not exist is NaN and not an
-error: a client that holds one class is ordinary in federated data, and a model that has diverged to NaN
-should show as a gap in a curve, not end the run.
+Conventions in this file: ``scores`` are logits; ranking metrics accept any increasing function of them. Binary
+``labels`` are 0/1 (or −1/+1, or booleans). An undefined value is NaN, not an error: a client with one class is
+common in federated data, and a diverged model should show as a gap in a curve, not end the run.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ Counts = npt.NDArray[np.int64]
 
 
 _IN_RECORD = re.compile(r"(?:val_)?(.+?)(?:_\d+)?")
-"""How a record names a metric: val_auroc is taken on validation data, r2_5 after 5 inner steps of a meta-learner."""
+"""How a record names a metric: val_auroc is measured on validation data, r2_5 after 5 inner steps of a meta-learner."""
 
 
 def find(metric: str | Metric) -> Metric:
-    """Return the metric that a record has under a name, with that name; a `Metric` is returned as it is."""
+    """Return the metric for a column of a record, under the column's name; a `Metric` is returned unchanged."""
     if isinstance(metric, Metric):
         return metric
     found = _IN_RECORD.fullmatch(metric)
@@ -46,7 +45,7 @@ def find(metric: str | Metric) -> Metric:
     )
 
 
-# ----------------------------------------------------------------------------------- rows in one place
+# -------------------------------------------------------------------------------------- metrics of rows
 
 
 def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
@@ -54,7 +53,7 @@ def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     s, y = _scored(scores, labels)
     if np.isnan(s).any() or y.all() or not y.any():
         return float("nan")
-    from sklearn.metrics import roc_auc_score  # late: it takes seconds, and a site that only counts does without
+    from sklearn.metrics import roc_auc_score  # imported late: it takes seconds, and counting does not need it
 
     return float(roc_auc_score(y, _ranks(s)))
 
@@ -70,7 +69,7 @@ def average_precision(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
 
 
 def accuracy(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Share of right answers: of logits > 0 when scores are (n,), of the largest logit when they are (n, C)."""
+    """Share of correct predictions: logit > 0 for scores (n,), the largest logit for scores (n, C)."""
     s = np.asarray(scores, dtype=np.float64)
     if s.ndim == 2:
         logits, classes = _classified(s, labels)
@@ -78,12 +77,12 @@ def accuracy(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     else:
         s, y = _scored(s, labels)
         right = (s > 0) == y
-    # NaN compares as false and would count as a confident "negative".
+    # A NaN score compares as false and would count as a "negative".
     return float("nan") if np.isnan(s).any() or not len(s) else float(right.mean())
 
 
 def log_loss(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Mean cross-entropy in nats of logits (n,) or (n, C); exact for large logits, where probabilities clip."""
+    """Mean cross-entropy in nats of logits (n,) or (n, C); exact for large logits, where probabilities would clip."""
     s = np.asarray(scores, dtype=np.float64)
     with np.errstate(invalid="ignore"):  # logits that are NaN, or several infinite ones, give NaN quietly
         if s.ndim == 2:
@@ -96,7 +95,7 @@ def log_loss(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
 
 
 def perplexity(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Exponential of the mean cross-entropy, for words the number of equally likely ones."""
+    """Exponential of the mean cross-entropy: for words, the effective number of equally likely choices."""
     with np.errstate(over="ignore"):  # a diverged model has perplexity inf
         return float(np.exp(log_loss(scores, labels)))
 
@@ -114,9 +113,9 @@ def mae(predictions: npt.ArrayLike, targets: npt.ArrayLike) -> float:
 
 
 def r2(predictions: npt.ArrayLike, targets: npt.ArrayLike, baseline: float | None = None) -> float:
-    """Share of the squared error of a constant prediction, by default the targets' mean, that the model removes.
+    """Coefficient of determination, 1 − (squared error of the model) / (squared error of a constant).
 
-    NaN where that error is 0.
+    The constant is ``baseline``, by default the targets' mean. NaN if its error is 0.
     """
     p, y = _predicted(predictions, targets)
     constant = baseline if baseline is not None else y.mean() if len(y) else 0.0
@@ -135,7 +134,7 @@ for _metric in (
     Metric("rmse", False, lambda predictions, targets: math.sqrt(mse(predictions, targets))),
     Metric("mae", False, mae),
     Metric("r2", True, r2),
-    Metric("auroc_error", False),  # how far counts can be from the value on rows
+    Metric("auroc_error", False),  # largest possible error of a value from counts
     Metric("ap_error", False),
     Metric("loss", False),  # columns of every record
     Metric("drift", False),
@@ -144,9 +143,9 @@ for _metric in (
 
 
 def judge(scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = False) -> dict[str, float]:
-    """Return all metrics that apply: of one score per example those of a ranking, of one per class those of logits.
+    """Return all metrics that apply: ranking metrics for one score per example, logit metrics for one per class.
 
-    Single scores that are log-odds, as cross-entropy makes them, have both.
+    log_odds: single scores are log-odds, as from cross-entropy, so both kinds apply.
     """
     one = np.ndim(scores) == 1
     kinds = ["ranking"] * one + ["log-odds"] * (log_odds or not one)
@@ -158,7 +157,7 @@ def judge(scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = Fals
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value known to lie between ``low`` and ``high``."""
+    """A value with its lower and upper bound."""
 
     value: float
     low: float
@@ -174,13 +173,13 @@ class Estimate:
 
 
 def confidence_interval(values: npt.ArrayLike, level: float = 0.95) -> Estimate:
-    """Mean of independent values with Student's t interval, which for many values is the normal one.
+    """Mean of independent values with Student's t interval.
 
-    One value says nothing about its spread: its interval is the whole line.
+    The interval of a single value is the whole real line.
     """
     v = np.asarray(values, dtype=np.float64).ravel()
     if not 0 < level < 1:
-        raise NestfedError(f"confidence_interval: level must lie strictly between 0 and 1, not {level}.")
+        raise NestfedError(f"confidence_interval: level must be strictly between 0 and 1, not {level}.")
     if not len(v):
         raise NestfedError("confidence_interval: there are no values; give at least one.")
     mean = float(v.mean())
@@ -197,29 +196,28 @@ def confidence_interval(values: npt.ArrayLike, level: float = 0.95) -> Estimate:
 
 @dataclass(frozen=True, eq=False)
 class ScoreHistogram:
-    """Counts of scores by class on a grid that all clients share, so that counts of clients may be added.
+    """Counts of scores by class on a grid that all clients share, so clients' counts can be added.
 
-    The AUROC and the average precision over all clients follow from the sum, without sharing rows. (They are
-    not the averages of the clients' own values: those never compare a patient of one hospital with a patient
-    of another.) Inside a bin the order of the scores is unknown. The estimate treats them as tied, as the
-    metric itself does with equal scores; ``low`` and ``high`` are its values in the worst and the best order,
-    so the bounds are certain (up to rounding in the last digits), and attained.
+    The sum gives the AUROC and the average precision over all clients without sharing rows. These are not the
+    averages of the clients' own values, which never compare a patient of one hospital with a patient of another.
+    The order of scores inside a bin is unknown. The estimate treats them as tied; ``low`` and ``high`` are its
+    values in the worst and the best order. The bounds are certain (up to rounding in the last digits) and tight.
 
-    The grid, unless a ``range`` is given, is even in the squashed score s/(1+|s|), which fits the logits of
-    any model: bins are 2/bins·(1+|s|)² wide, and the bounds tell when that is too coarse. Its edges need only
-    IEEE additions and divisions, so every machine has the same ones to the last bit, and a score is compared
-    with the edges themselves, so rounding cannot put two scores in the wrong order. With a ``range`` the grid
-    is even in the score, and what lies outside counts in the first or last bin, which the bounds allow for.
+    By default the grid is even in the squashed score s/(1+|s|), which fits the logits of any model: bins are
+    2/bins·(1+|s|)² wide, and wide bounds show that this is too coarse. The edges need only IEEE additions and
+    divisions, so they are equal to the last bit on every machine. Scores are compared with the edges themselves,
+    so rounding cannot swap two scores. With ``range`` the grid is even in the score; scores outside count in the
+    first or last bin, and the bounds account for it.
 
-    Privacy: a fine histogram of few examples is close to a list of their scores and labels. Add histograms
-    under secure aggregation, or use fewer bins, where that matters.
+    Privacy: a fine histogram of few examples is close to a list of their scores and labels. Where that matters,
+    add histograms under secure aggregation or use fewer bins.
     """
 
     positives: Counts
     negatives: Counts
     range: tuple[float, float] | None = None
     unscored: int = 0
-    """Examples whose score is NaN; a single one makes every estimate NaN, as it does on rows."""
+    """The number of NaN scores; a single one makes every estimate NaN, as for rows."""
 
     @classmethod
     def of(
@@ -229,9 +227,9 @@ class ScoreHistogram:
         bins: int = 4096,
         range: tuple[float, float] | None = None,
     ) -> ScoreHistogram:
-        """Count the scores of one client; ``bins`` and ``range`` must be the same for all."""
+        """Count the scores of one client; all clients must use the same ``bins`` and ``range``."""
         s, y = _scored(scores, labels)
-        range = None if range is None else (float(range[0]), float(range[1]))  # a list from TOML is welcome
+        range = None if range is None else (float(range[0]), float(range[1]))  # TOML gives a list
         unscored = np.isnan(s)
         place = np.searchsorted(_edges(bins, range), s[~unscored], side="right")
         y = y[~unscored]
@@ -258,7 +256,7 @@ class ScoreHistogram:
         )
 
     def __radd__(self, other: int) -> ScoreHistogram:
-        # So that sum(histograms) works, which starts from 0.
+        # sum(histograms) starts from 0.
         return self if other == 0 else NotImplemented
 
     def auroc(self) -> Estimate:
@@ -273,10 +271,10 @@ class ScoreHistogram:
         return Estimate(won + tied / 2, won, won + tied)
 
     def average_precision(self) -> Estimate:
-        """Pooled average precision, with the bounds of the worst and the best order inside each bin.
+        """Pooled average precision, with bounds from the worst and the best order inside each bin.
 
-        Worst: the bin's negatives first, then its positives one by one. Best: its positives first, and all
-        tied, for then each of them is credited with the precision after the last.
+        Worst: the bin's negatives first, then its positives one by one. Best: its positives first and all
+        tied, so that each gets the precision after the last.
         """
         pos, neg = self.positives[::-1], self.negatives[::-1]  # the highest scores first
         if not pos.any() or self.unscored:
@@ -292,9 +290,9 @@ class ScoreHistogram:
         )
 
     def roc_curve(self) -> tuple[Floats, Floats]:
-        """False and true positive rates, from (0, 0) to (1, 1), one point after each bin that holds a score."""
+        """False and true positive rates, from (0, 0) to (1, 1), one point per non-empty bin."""
         used, true, false = self._cumulated()
-        with np.errstate(invalid="ignore"):  # 0/0 where a class is missing is NaN, as promised above
+        with np.errstate(invalid="ignore"):  # 0/0 where a class is missing gives NaN
             return np.r_[0, false[used]] / false[-1], np.r_[0, true[used]] / true[-1]
 
     def pr_curve(self) -> tuple[Floats, Floats]:
@@ -313,17 +311,17 @@ _UNKNOWN = Estimate(float("nan"), float("nan"), float("nan"))
 
 @dataclass(frozen=True, eq=False)
 class ScoreTotals:
-    """What a client may share of its scores: their histogram, and sums of right answers and losses. Totals add up."""
+    """What a client shares about its scores: a histogram, and sums of correct predictions and losses. Can be added."""
 
     examples: float
     sums: Mapping[str, float]
-    """Of metrics that are means over examples; empty unless the scores are logits."""
+    """Sums of metrics that are means over examples; empty unless the scores are logits."""
     histogram: ScoreHistogram | None
-    """None where there is one score per class."""
+    """None for one score per class."""
 
     @classmethod
     def of(cls, scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = False) -> ScoreTotals:
-        """Count the scores of one client; single scores that are log-odds have sums too."""
+        """Count the scores of one client; `log_odds` adds the sums for single scores."""
         n, one = len(np.asarray(labels)), np.ndim(scores) == 1
         means = {"accuracy": accuracy, "log_loss": log_loss} if log_odds or not one else {}
         sums = (
@@ -334,13 +332,13 @@ class ScoreTotals:
     def __add__(self, other: ScoreTotals) -> ScoreTotals:
         if not isinstance(other, ScoreTotals):
             return NotImplemented
-        missing = float("nan")  # a sum that one of them does not tell is unknown
+        missing = float("nan")  # a sum that one side lacks is unknown
         sums = {k: self.sums.get(k, missing) + other.sums.get(k, missing) for k in {**self.sums, **other.sums}}
         histograms = [h for h in (self.histogram, other.histogram) if h is not None]
         return ScoreTotals(self.examples + other.examples, sums, reduce(add, histograms) if histograms else None)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics over all examples; auroc_error is the most by which bins can make auroc wrong."""
+        """Return the metrics over all examples; auroc_error is the largest error that the bins can cause."""
         found = {k: v / self.examples if self.examples else float("nan") for k, v in self.sums.items()}
         if self.histogram is not None:
             for name, estimate in (("auroc", self.histogram.auroc()), ("ap", self.histogram.average_precision())):
@@ -351,7 +349,12 @@ class ScoreTotals:
 def judge_pooled(
     scores: npt.ArrayLike, labels: npt.ArrayLike, parts: Iterable[npt.ArrayLike], *, log_odds: bool = False
 ) -> dict[str, float]:
-    """Return the metrics that follow from what clients may share, each of which holds some of the rows."""
+    """Return the metrics computed from clients' totals.
+
+    scores, labels: of all rows.
+    parts: the rows of each client.
+    log_odds: single scores are log-odds.
+    """
     s, y = np.asarray(scores), np.asarray(labels)
     each = [ScoreTotals.of(s[rows], y[rows], log_odds=log_odds) for rows in map(np.asarray, parts) if len(rows)]
     if not each:
@@ -361,7 +364,7 @@ def judge_pooled(
 
 @lru_cache(maxsize=8)
 def _edges(bins: int, range: tuple[float, float] | None) -> Floats:
-    """The bins−1 inner edges; the outer bins have no end."""
+    """Return the bins−1 inner edges; the outer bins are unbounded."""
     if bins < 2:
         raise NestfedError(f"ScoreHistogram: bins must be at least 2, not {bins}.")
     edges: Floats
@@ -382,7 +385,7 @@ def _edges(bins: int, range: tuple[float, float] | None) -> Floats:
 
 
 def _ranks(scores: Floats) -> Counts:
-    # The metrics only use the order; ranks spare scikit-learn infinite scores and differences that underflow.
+    # The metrics use only the order. Ranks avoid infinite scores and underflow in scikit-learn.
     ranks: Counts = np.unique(scores, return_inverse=True)[1]
     return ranks
 

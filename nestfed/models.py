@@ -1,7 +1,7 @@
 """Networks, and how to build one by name.
 
-All return logits: no activation at the end, and shape (n,) instead of (n, 1) when there is one output.
-None keeps running statistics: nobody would average what is not a parameter.
+All networks return logits: no final activation, and shape (n,) instead of (n, 1) for one output.
+None keeps running statistics, because federated averaging covers only parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nestfed.metrics import judge
 
 
 class Mlp(nn.Module):
-    """Fully connected, ReLU between layers; with ``hidden=()`` it is linear (logistic) regression."""
+    """Fully connected network with ReLU between layers; ``hidden=()`` gives linear (logistic) regression."""
 
     def __init__(self, inputs: int, hidden: Sequence[int] = (64,), outputs: int = 1) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Mlp(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 in torchvision's layout with GroupNorm for BatchNorm, for 3×64×64 and larger."""
+    """ResNet-18 in torchvision's layout with GroupNorm instead of BatchNorm, for images of 3×64×64 and larger."""
 
     def __init__(self, outputs: int = 1, groups: int = 32) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ResNet18(nn.Module):
 
 
 class _Residual(nn.Module):
-    """Two 3×3 convolutions and a shortcut, which is a 1×1 convolution where the shape changes."""
+    """Two 3×3 convolutions and a shortcut (a 1×1 convolution if the shape changes)."""
 
     def __init__(self, a: int, b: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -90,15 +90,15 @@ class _Residual(nn.Module):
 
 @dataclass(frozen=True)
 class Network:
-    """How to make a network, and what it must know about the data."""
+    """How to build a network, and what its constructor needs to know about the data."""
 
     make: Callable[..., nn.Module]
     shape: tuple[int | None, ...] | None = None
-    """The shape of one example; a None inside fits any length, None alone any shape."""
+    """The shape of one example; None inside matches any length, None alone any shape."""
     outputs: str | None = "outputs"
-    """The constructor's name for the number of outputs; None if that is always one."""
+    """The constructor's parameter for the number of outputs; None if it is always one."""
     inputs: str | None = None
-    """The constructor's name for the number of inputs, if it takes flat examples of any length."""
+    """The constructor's parameter for the number of inputs, if it takes flat examples of any length."""
 
 
 NETWORKS.add("mlp", Network(Mlp, inputs="inputs"))
@@ -108,10 +108,10 @@ NETWORKS.add("resnet18", Network(ResNet18, (3, None, None)))
 def build(
     name: str, shape: Sequence[int] | None = None, outputs: int = 1, *, seed: int = 0, **options: Any
 ) -> nn.Module:
-    """Build a network by name, with weights drawn from ``seed``; torch's global generator stays as it is.
+    """Build a network by name, with weights drawn from ``seed``; torch's global generator is unchanged.
 
-    shape: that of one example.
-    outputs: the number of logits, such as 1 for binary problems, else the number of classes.
+    shape: the shape of one example.
+    outputs: the number of logits: 1 for binary problems, otherwise the number of classes.
     options: further arguments of the network's constructor, such as ``hidden=(64, 64)`` for "mlp".
     """
     network: Network = NETWORKS[name]
@@ -140,22 +140,22 @@ def build(
 
 
 CHUNK = 250
-"""Examples that are scored at once: more no longer fit into a processor's cache."""
+"""Examples scored at once: more would not fit into a processor's cache."""
 
 
 def score(
     model: Callable[[Tensor], Tensor], x: Tensor, ready: Callable[[Tensor], Tensor] = lambda part: part
 ) -> Tensor:
-    """Return a model's scores of any number of examples, in chunks; `ready` makes a chunk what the model takes."""
+    """Return a model's scores for any number of examples, in chunks; `ready` prepares a chunk for the model."""
     with torch.no_grad():
         return torch.cat([model(ready(part)) for part in x.split(CHUNK)]).cpu()
 
 
 def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False) -> Callable[[Any], dict[str, float]]:
-    """Return a function for `simulate(evaluate=…)`: a model's metrics on examples that were set aside.
+    """Return a function for `simulate(evaluate=…)` that computes a model's metrics on held-out examples.
 
     x, y: the examples and their labels.
-    log_odds: whether single scores are logits, so that accuracy and log-loss mean something for them too.
+    log_odds: whether single scores are logits, so that accuracy and log-loss apply too.
     """
     labels = y.numpy()
     return lambda model: judge(score(model, x).double().numpy(), labels, log_odds=log_odds)
@@ -168,12 +168,12 @@ def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> 
 
 
 def scores(logits: Tensor) -> Tensor:
-    """Return logits (n, 1) as (n,), others as they are."""
+    """Return logits (n, 1) as (n,), and others unchanged."""
     return logits.squeeze(-1) if logits.shape[-1] == 1 else logits
 
 
 def whole(what: str, value: Any) -> int:
-    """Return a whole number of at least 1, or raise an error that names it."""
+    """Return a whole number of at least 1, or raise an error about `what`."""
     try:
         number = operator.index(value)
     except TypeError:

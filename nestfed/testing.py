@@ -1,6 +1,6 @@
-"""Checks that a method, a problem or clients of your own keep the contract of `nestfed.core`.
+"""Check that your own method, problem or clients satisfy the contract of `nestfed.core`.
 
-Call them from your tests:
+Call these functions from your tests:
 
     from nestfed.testing import check_algorithm, check_clients, check_problem
 
@@ -9,8 +9,8 @@ Call them from your tests:
         check_problem(problem, clients)
         check_algorithm(HeavyBall(eta=0.1), problem, clients)
 
-A violation raises an AssertionError (or a NestfedError) with a sentence that names it. The library's own methods,
-problems and clients are tested with these functions.
+A violation raises an AssertionError (or a NestfedError) that describes it. The library's own methods, problems and
+clients are tested with the same functions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from nestfed.engine.simulate import Result, simulate
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
 _FEW = 8
-"""Clients to look at; the others are not different in kind."""
+"""The number of clients to check."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _close(one: Any, other: Any, what: str, tolerance: float | None = None) -> None:
-    """Demand equality up to rounding: 1e-9 in float64, 1e-4 in float32, relative to the largest number."""
+    """Require equality up to rounding: 1e-9 in float64, 1e-4 in float32, relative to the largest number."""
     for a, b in zip(_tensors(one), _tensors(other), strict=True):
         _require(a.shape == b.shape, f"{what}: the shapes are {tuple(a.shape)} and {tuple(b.shape)}.")
         if not a.numel():
@@ -102,19 +102,19 @@ def _copied(tree: Any) -> Any:
 
 @contextmanager
 def _no_global_randomness(what: str) -> Iterator[None]:
-    """Demand that the global generators of torch and numpy stay where they are."""
+    """Require that the global generators of torch and numpy are not used."""
     before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
     yield
     untouched = torch.equal(before, torch.get_rng_state()) and bool((numbers == np.random.get_state()[1]).all())  # type: ignore[index]
-    _require(untouched, f"{what} draws from a global generator, so its numbers depend on who else draws.")
+    _require(untouched, f"{what} draws from a global generator, so its numbers depend on other code.")
 
 
 def _pure(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call twice; demand the same answer and unchanged arguments."""
+    """Call twice; require the same result and unchanged arguments."""
     before = _copied(arguments)
     first = _copied(call(*arguments))
     _require(_equal(before, arguments), f"{what} changes its arguments in place.")
-    _require(_equal(first, call(*arguments)), f"{what} gives another answer when it is called again.")
+    _require(_equal(first, call(*arguments)), f"{what} returns a different result when it is called again.")
     return first
 
 
@@ -130,17 +130,17 @@ def check_clients(clients: Any, *, seed: int = 0) -> None:
     ns = [*range(min(len(there), _FEW))]
     first = _copied(there.sample(0, 0))
     for leaf in tree_leaves(first):
-        _require(isinstance(leaf, Tensor), f"{kind}.sample returns a {type(leaf).__name__} where a tensor must be.")
+        _require(isinstance(leaf, Tensor), f"{kind}.sample returns a {type(leaf).__name__} instead of a tensor.")
     with _no_global_randomness(f"{kind}.sample"):
         run = there.seeded(seed)
         _require(len(run) == len(there), f"{kind}.seeded changes the number of clients.")
         asked = {(n, t): _copied(run.sample(n, t)) for t in range(3) for n in ns}
         for n, t in reversed(asked):
-            sentence = f"{kind}.sample({n}, {t}) gives another batch when it is asked in another order or again."
+            sentence = f"{kind}.sample({n}, {t}) returns a different batch when called again or in another order."
             _require(_equal(asked[n, t], run.sample(n, t)), sentence)
         again = there.seeded(seed)
         same = all(_equal(batch, again.sample(n, t)) for (n, t), batch in asked.items())
-        _require(same, f"{kind}.seeded({seed}) gives other batches when it is called again.")
+        _require(same, f"{kind}.seeded({seed}) gives different batches when it is called again.")
         there.seeded(seed + 1).sample(0, 0)
         _require(_equal(first, there.sample(0, 0)), f"{kind}.seeded changes the clients that it is called on.")
     moved = run.to(torch.device("cpu"))
@@ -167,22 +167,22 @@ def check_clients(clients: Any, *, seed: int = 0) -> None:
 def check_problem(problem: Any, clients: Any, *, exact: bool = True, seed: int = 0) -> None:
     """Check a problem on its clients' batches.
 
-    problem: of kind `Differentiable`, `Composed` or `Saddle`.
-    clients: whose batches it is evaluated on.
-    exact: gradients are those of the noted loss (`batch.note`), so finite differences in float64 must agree; False for
-        a clipped or a first-order gradient. A problem that notes no loss is not compared.
+    problem: a `Differentiable`, `Composed` or `Saddle` problem.
+    clients: provide the batches.
+    exact: gradients must match finite differences of the noted loss (`batch.note`) in float64. Set False for a clipped
+        or first-order gradient. Problems that note no loss skip this check.
     """
     kind = type(problem).__name__
     _require(
         isinstance(problem, Differentiable | Saddle),
-        f"{kind} is of no kind: subclass nestfed.core.Differentiable, Composed or Saddle.",
+        f"{kind} has no kind: subclass nestfed.core.Differentiable, Composed or Saddle.",
     )
     run = as_clients(clients).seeded(seed)
     _check_start(problem, kind)
     generator = torch.Generator().manual_seed(seed)
 
     def near(x: Tensor) -> Tensor:
-        """Return a point near x, as x itself may be special (all zeros)."""
+        """Return a point near x, because x itself may be special (all zeros)."""
         return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
 
     x = problem.project(near(problem.x0))
@@ -209,13 +209,13 @@ def check_problem(problem: Any, clients: Any, *, exact: bool = True, seed: int =
 
 
 def _check_start(problem: Problem, kind: str) -> None:
-    """Check what every problem has: a start, projections and a model."""
+    """Check the starting point, the projections and the model."""
     x0 = problem.x0
     vector = isinstance(x0, Tensor) and x0.dim() == 1 and x0.is_floating_point() and x0.numel() > 0
     _require(vector, f"{kind}.x0 must be a vector of floats.")
     _finite(x0, f"{kind}.x0")
     _require(not x0.requires_grad, f"{kind}.x0 requires a gradient: detach it.")
-    _require(_equal(x0, problem.x0), f"{kind}.x0 is another point when it is asked again.")
+    _require(_equal(x0, problem.x0), f"{kind}.x0 differs between two calls.")
     projections: list[tuple[str, Callable[[Tensor], Tensor], Tensor]] = [("project", problem.project, x0)]
     if isinstance(problem, Saddle):
         w0 = problem.w0
@@ -238,7 +238,7 @@ Question = Callable[[tuple[Tensor, ...], Batch], Any]
 
 
 def _questions(problem: Problem) -> dict[str, Question]:
-    """Return what a method may ask of this problem, each a function of a point and a batch that returns tensors."""
+    """Return the calls that a method may make, each as a function of a point and a batch that returns tensors."""
     asked: dict[str, Question] = {}
     if isinstance(problem, Differentiable):
         asked["grad"] = lambda at, batch: problem.grad(at[0], batch)
@@ -260,7 +260,7 @@ def _questions(problem: Problem) -> dict[str, Question]:
 
 
 def _has_tasks(problem: Composed) -> bool:
-    """Tell whether clients have a fixed set of tasks; those that make up new ones have no numbers for them."""
+    """Return whether clients have a fixed set of tasks; new tasks have no indices."""
     try:
         return problem.tasks >= 1
     except NestfedError:
@@ -298,7 +298,7 @@ def _check_tape(what: str, question: Question, points: tuple[Tensor, ...], batch
 
 
 def _check_vectorised(what: str, question: Question, points: tuple[Tensor, ...], run: Clients, key: Any) -> None:
-    """Demand of vmap over clients what they give one by one, each at a point of its own."""
+    """Require equal results with vmap over clients and one by one, each client at its own point."""
     ns = range(min(len(run), _FEW))
     (drawn,) = run.draw(ns, range(1, 2))
     scale = torch.linspace(0.9, 1.1, len(ns))
@@ -317,7 +317,7 @@ def _check_vectorised(what: str, question: Question, points: tuple[Tensor, ...],
 def _check_differences(
     problem: Any, kind: str, points: tuple[Tensor, ...], data: Data, key: Any, generator: torch.Generator
 ) -> None:
-    """Compare gradients with central differences of the noted loss, and a pullback with those of the inner value."""
+    """Compare gradients with central differences of the noted loss, and the pullback with those of the inner value."""
     at = tuple(p.double() for p in points)
     data = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, data)
     name = "grads" if isinstance(problem, Saddle) else "grad"
@@ -369,7 +369,7 @@ def _check_differences(
 
 @dataclass(frozen=True)
 class Trial:
-    """A method on a problem: what each of `ALGORITHM_CHECKS` receives."""
+    """A method on a problem, the argument of each of `ALGORITHM_CHECKS`."""
 
     method: Algorithm[Any, Any]
     problem: Any
@@ -385,12 +385,12 @@ class Trial:
 
     @property
     def mode(self) -> str:
-        """How clients run where it does not matter."""
+        """The default mode: vectorised if possible."""
         return "vmap" if self.clients.alike else "loop"
 
     @property
     def some(self) -> int:
-        """How many clients take part where some sit out: more than half."""
+        """The number of participants in rounds with absent clients: more than half."""
         return len(self.clients) // 2 + 1
 
     def run(
@@ -402,14 +402,14 @@ class Trial:
         exchange: Exchange = Exchange(),
         **more: Any,
     ) -> Result:
-        """Train; the only place where these checks call the engine."""
+        """Train with the engine."""
         return simulate(
             self.problem, self.method, self.clients, rounds=rounds or self.rounds, q=self.q, seed=self.seed,
             exchange=exchange, execution=Execution(mode=mode or self.mode, workers=workers), progress=False, **more,
         )  # fmt: skip
 
     def batch(self, n: int, t: int, *, eager: bool = True) -> Batch:
-        """Return what client n's step t receives."""
+        """Return client n's batch at step t."""
         key = None
         if self.problem.random:
             key = dropout_keys(Streams(self.seed), [n], self.span(t)._replace(start=t, stop=t + 1), _device(self))[0, 0]
@@ -427,11 +427,11 @@ def _device(trial: Trial) -> torch.device:
 def check_algorithm(
     method: Algorithm[Any, Any], problem: Any, clients: Any, *, q: int = 3, rounds: int = 6, seed: int = 0
 ) -> None:
-    """Check a method by running it on a problem that it accepts: all of `ALGORITHM_CHECKS`.
+    """Check a method on a problem that it accepts with all of `ALGORITHM_CHECKS`.
 
-    clients: some, so that a few can sit out; a single-machine method needs one.
-    q: local iterations in a round.
-    rounds: how long to train for each check; runs of this length must not diverge.
+    clients: at least three, so that some can be absent; one for a single-machine method.
+    q: local iterations per round.
+    rounds: the length of each run, which must not diverge.
     """
     trial = Trial(method, problem, as_clients(clients).seeded(seed), q, rounds, seed)
     for check in ALGORITHM_CHECKS.values():
@@ -439,7 +439,7 @@ def check_algorithm(
 
 
 def check_declaration(trial: Trial) -> None:
-    """Frozen dataclass with a name and a docstring; every field of the state is shared, private or scratch."""
+    """The method is a frozen dataclass with a name and a docstring; its state matches its declared fields."""
     method, name = trial.method, trial.name
     _require(dataclasses.is_dataclass(method), f"{name} must be a dataclass of its hyper-parameters.")
     _require(isinstance(method.name, str) and method.name, f"{name} needs a name.")
@@ -451,8 +451,8 @@ def check_declaration(trial: Trial) -> None:
             continue
         raise AssertionError(f"{name}.{field.name} can be assigned: declare @dataclass(frozen=True).")
     copy = replace(method)  # type: ignore[type-var]
-    _require(copy == method, f"{name}: two with the same hyper-parameters must be equal.")
-    _require(hash(copy) == hash(method), f"{name}: two with the same hyper-parameters must have the same hash.")
+    _require(copy == method, f"{name}: instances with the same hyper-parameters must be equal.")
+    _require(hash(copy) == hash(method), f"{name}: instances with the same hyper-parameters must have the same hash.")
     _require(isinstance(trial.problem, method.accepts), f"{name} does not accept a {type(trial.problem).__name__}.")
     state = method.init(trial.problem, trial.problem.x0)
     fields: tuple[str, ...] = state._fields
@@ -468,7 +468,7 @@ def check_declaration(trial: Trial) -> None:
 
 
 def check_purity(trial: Trial) -> None:
-    """No input is changed, the same inputs give the same outputs, and nobody touches a global generator."""
+    """Inputs stay unchanged, the same inputs give the same outputs, and no global generator is used."""
     method, problem, name = trial.method, trial.problem, trial.name
     with _no_global_randomness(name), torch.no_grad():
         for eager in (True, False):
@@ -497,7 +497,7 @@ def check_purity(trial: Trial) -> None:
 
 
 def _client_round(trial: Trial, state: Any, n: int, t: int) -> Any:
-    """Return a client's state after the round that begins at t: receive, step, send."""
+    """Return a client's state after the round that starts at t: receive, step, send."""
     span = trial.span(t)
     with torch.no_grad():
         state = trial.method.receive(state, t)
@@ -507,7 +507,7 @@ def _client_round(trial: Trial, state: Any, n: int, t: int) -> Any:
 
 
 def check_scratch(trial: Trial) -> None:
-    """All fields but the shared and private ones may hold anything when a round starts."""
+    """The result of a round does not depend on the scratch fields at its start."""
     method = trial.method
     after = trial.run(2)
     t = after.history[-1]["iteration"]
@@ -519,15 +519,15 @@ def check_scratch(trial: Trial) -> None:
     for k in kept:
         same = _equal(getattr(one, k), getattr(other, k))
         sentence = (
-            f"{trial.name}: {k} depends on what {' or '.join(scratch)} held before the round, but only shared and private "
+            f"{trial.name}: {k} depends on {' or '.join(scratch)} from before the round, but only shared and private "
             "fields are kept: fill the others in receive."
         )
         _require(same, sentence)
-    _finite({k: getattr(other, k) for k in method.shared}, f"{trial.name}: what is sent")
+    _finite({k: getattr(other, k) for k in method.shared}, f"{trial.name}: the upload")
 
 
 def check_dtype(trial: Trial) -> None:
-    """All shared and private fields keep the dtype of x0, vectorised and one after another."""
+    """All shared and private fields keep the dtype of x0, vectorised and in a loop."""
     for mode in {trial.mode, "loop"}:
         result = trial.run(2, mode=mode)
         _keep_dtype(trial, {"x": result.x, **result.shared, **result.private})
@@ -556,7 +556,7 @@ def _same_run(one: Result, other: Result, what: str) -> None:
 
 
 def check_modes(trial: Trial) -> None:
-    """Vectorised clients, clients one after another and clients in two processes give the same numbers."""
+    """Vectorised clients, clients in a loop and clients in two processes give the same numbers."""
     points: list[Tensor] = []
 
     def measure(shared: Fields) -> dict[str, float]:
@@ -564,11 +564,11 @@ def check_modes(trial: Trial) -> None:
         return {}
 
     alone = trial.run(mode="loop", measure=measure)
-    _require(not torch.equal(points[0], points[-1]), f"{trial.name} does not move from the starting point.")
+    _require(not torch.equal(points[0], points[-1]), f"{trial.name} does not leave the starting point.")
     if trial.clients.alike:
         path, points = points, []
-        _same_run(trial.run(mode="vmap", measure=measure), alone, f"{trial.name} vectorised and one after another")
-        _close(points, path, f"{trial.name} vectorised and one after another: the points after every round")
+        _same_run(trial.run(mode="vmap", measure=measure), alone, f"{trial.name} vectorised and in a loop")
+        _close(points, path, f"{trial.name} vectorised and in a loop: the points after every round")
     if len(trial.clients) > 1:
         _same_run(
             trial.run(mode="loop", workers=2, measure=measure), alone, f"{trial.name} with two workers and with one"
@@ -576,22 +576,22 @@ def check_modes(trial: Trial) -> None:
 
 
 def check_resume(trial: Trial) -> None:
-    """A run that was interrupted and resumed equals one that was not, also when clients sit out."""
+    """A resumed run equals an uninterrupted one, even with absent clients."""
     exchange = Exchange(count=trial.some)
     whole = trial.run(exchange=exchange)
     with tempfile.TemporaryDirectory() as folder:
         trial.run(trial.rounds // 2, directory=Path(folder), exchange=exchange)
         again = trial.run(directory=Path(folder), exchange=exchange)
-    what = f"{trial.name}: a resumed run differs from a straight one"
+    what = f"{trial.name}: a resumed run differs from an uninterrupted one"
     _require(_equal(again.shared, whole.shared), f"{what} in its shared fields.")
     _require(_equal(again.private, whole.private), f"{what} in its private fields.")
     for column in (*_COUNTS, "loss"):
-        told = [[r[column] for r in result.history] for result in (again, whole)]
-        _require(told[0] == told[1], f"{what} in its record of {column}.")
+        columns = [[r[column] for r in result.history] for result in (again, whole)]
+        _require(columns[0] == columns[1], f"{what} in its record of {column}.")
 
 
 def check_participation(trial: Trial) -> None:
-    """Rounds in which clients sit out or fail: repeatable, counted as sent, and equal to the rounds written out."""
+    """Rounds with absent or failing clients are repeatable, counted correctly, and equal to explicit rounds."""
     total, name = len(trial.clients), trial.name
     if total == 1:
         return
@@ -599,7 +599,7 @@ def check_participation(trial: Trial) -> None:
         exchange = Exchange(count=trial.some, failures=failures)
         result = trial.run(exchange=exchange)
         _require(
-            _equal(result.shared, trial.run(exchange=exchange).shared), f"{name}: the same run twice is not the same."
+            _equal(result.shared, trial.run(exchange=exchange).shared), f"{name}: repeating a run changes its result."
         )
         _finite(
             [*result.shared.values(), *result.private.values()], f"{name}: a field after rounds with absent clients"
@@ -609,22 +609,24 @@ def check_participation(trial: Trial) -> None:
             result.shared,
             f"{name} with absent clients, vectorised and not",
         )
-        _require({*result.shared} == {*trial.method.shared}, f"{name}: other fields are sent than declared.")
-        shared, private, answered = _written_out(trial, exchange)
-        _close(dict(result.shared), shared, f"{name}: the engine's rounds and the same rounds written out")
-        _close(dict(result.private), private, f"{name}: private fields, by the engine and written out")
+        _require(
+            {*result.shared} == {*trial.method.shared}, f"{name}: the uploaded fields differ from the declared ones."
+        )
+        shared, private, answered = _explicit_rounds(trial, exchange)
+        _close(dict(result.shared), shared, f"{name}: the engine's rounds and explicit rounds")
+        _close(dict(result.private), private, f"{name}: private fields of the engine and of explicit rounds")
         once, up = sum(v.numel() * v.element_size() for v in result.shared.values()), 0
         for record, came in zip(result.history, answered, strict=True):
             up += came
             sent = (record["participants"], record["bytes_up"], record["bytes_down"])
             _require(
                 sent == (came, up * once, trial.some * record["round"] * once),
-                f"{name}: the record of round {record['round']} counts other participants or bytes than were there.",
+                f"{name}: the record of round {record['round']} counts the wrong participants or bytes.",
             )
 
 
-def _written_out(trial: Trial, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """Train in plain words: who was away rejoins, receives, steps and sends; the server gets the mean and |S|/N."""
+def _explicit_rounds(trial: Trial, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """Train with explicit loops: clients rejoin, receive, step and send; the server gets the mean and |S|/N."""
     method, total = trial.method, len(trial.clients)
     template = method.init(trial.problem, trial.problem.x0)
     shared: Fields = {k: getattr(template, k) for k in method.shared}
@@ -651,7 +653,7 @@ def _written_out(trial: Trial, exchange: Exchange) -> tuple[dict[str, Tensor], d
 
 
 def check_private(trial: Trial) -> None:
-    """What a client keeps to itself changes only in rounds that it takes part in."""
+    """A client's private fields change only in rounds in which it takes part."""
     if len(trial.clients) < 3:
         return
     few: int = len(trial.clients) // 2
@@ -662,7 +664,7 @@ def check_private(trial: Trial) -> None:
 
 
 def check_refusals(trial: Trial) -> None:
-    """A problem of another kind, and company for a single-machine method, are rejected in one sentence."""
+    """A problem of another kind, or two clients for a single-machine method, give a one-sentence error."""
     x, method = torch.zeros(3, dtype=torch.float64), trial.method
     others: Sequence[Problem] = (
         Minimize(lambda x, b: x.sum(), x),
@@ -671,16 +673,16 @@ def check_refusals(trial: Trial) -> None:
         Minimax(lambda x, w, b: x.sum(), x, x),
     )
     for problem in (p for p in others if not isinstance(p, method.accepts)):
-        told = _rejected(replace(trial, problem=problem), f"a problem of kind {type(problem).__name__}")
+        text = _rejected(replace(trial, problem=problem), f"a problem of kind {type(problem).__name__}")
         for word in (method.name, method.accepts.kinds, type(problem).__name__):
-            _require(word in told, f"{trial.name}: the error for a problem of another kind does not name {word!r}.")
+            _require(word in text, f"{trial.name}: the error for a problem of another kind does not name {word!r}.")
     if method.single:
-        told = _rejected(replace(trial, clients=as_clients(_Twins(trial.clients))), "two clients")
-        _require("single-machine" in told, f"{trial.name}: the error for two clients does not say single-machine.")
+        text = _rejected(replace(trial, clients=as_clients(_Twins(trial.clients))), "two clients")
+        _require("single-machine" in text, f"{trial.name}: the error for two clients does not say single-machine.")
 
 
 def _rejected(trial: Trial, what: str) -> str:
-    """Return the one sentence with which a run is rejected."""
+    """Return the error of a rejected run, which must be one sentence."""
     try:
         trial.run(1)
     except NestfedError as error:
@@ -694,7 +696,7 @@ def _rejected(trial: Trial, what: str) -> str:
 
 @dataclass
 class _Twins:
-    """Two clients with the data of the first."""
+    """Two clients, both with the data of the first."""
 
     clients: Clients
 
@@ -716,4 +718,4 @@ ALGORITHM_CHECKS: dict[str, Callable[[Trial], None]] = {
     "private": check_private,
     "refusals": check_refusals,
 }
-"""What `check_algorithm` does, by name: to run one check alone, or each as a test of its own."""
+"""The checks of `check_algorithm` by name, to run one alone or each as its own test."""

@@ -53,8 +53,8 @@ def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
             pass
         since = json.loads((tmp_path / NAME).read_text())["since"]
         assert str(refused.value) == (
-            f"Process {process.pid} on {socket.gethostname()} has been at work in {tmp_path} since {since}: "
-            "wait for its end, or choose another directory."
+            f"Process {process.pid} on {socket.gethostname()} has been using {tmp_path} since {since}: "
+            "wait until it ends, or choose another directory."
         )
         from test_engines_agree import images
 

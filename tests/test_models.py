@@ -291,7 +291,7 @@ def test_scores_in_chunks_are_those_of_all_at_once() -> None:
     [
         (lambda: build("resnet"), "did you mean resnet18"),
         (lambda: build("MNIST"), "did you mean mnist"),
-        (lambda: build("transformer-xxl"), "known are .*mlp, resnet18"),
+        (lambda: build("transformer-xxl"), "choose one of .*mlp, .*resnet18"),
         (lambda: build("mlp", (7,), width=3), "does not take 'width'; its options are hidden"),
         (lambda: build("mlp"), r"shape=\(14,\)"),
         (lambda: build("mlp", (7,), hidden=64), r"such as \[64\], not 64"),

@@ -174,9 +174,9 @@ class Uneven(Clients):
 @pytest.mark.parametrize(
     ("clients", "sentence"),
     [
-        (Order(1), r"Order\.sample\(\d, \d\) gives another batch"),
+        (Order(1), r"Order\.sample\(\d, \d\) returns a different batch"),
         (Global(1), "Global.sample draws from a global generator"),
-        (Numpy(1), "Numpy.sample returns a ndarray where a tensor must be"),
+        (Numpy(1), "Numpy.sample returns a ndarray instead of a tensor"),
         (Empty(1), "Empty has no clients"),
         (Reseeded(), "Reseeded.seeded changes the clients that it is called on"),
         (Drawn(), r"Drawn.draw\(\[2, 1, 0\], …\) differs from sample"),
@@ -288,7 +288,7 @@ class Lost(Pull):
     ("problem", "sentence"),
     [
         (Wrong(), "Wrong.grad is off by .* from finite differences in float64"),
-        (Remembers(), "Remembers.grad gives another answer when it is called again"),
+        (Remembers(), "Remembers.grad returns a different result when it is called again"),
         (InPlace(), "InPlace.grad changes its arguments in place"),
         (Random(), "Random.grad draws from a global generator"),
         (Shape(), r"Shape.grad returns the shape \(3, 1\), not \(3,\)"),
@@ -297,7 +297,7 @@ class Lost(Pull):
         (Flattens(), "Flattens.grad with batch.eager False and True"),
         (Pull(), "Pull.inner's pullback is off by"),
         (Lost(), "Lost.which returns a number outside 0…0"),
-        (object(), "object is of no kind"),
+        (object(), "object has no kind"),
     ],
     ids=lambda v: type(v).__name__ if not isinstance(v, str) else "",
 )
@@ -429,15 +429,15 @@ class Served(HeavyBall):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (Forgets, "Forgets: x depends on what v held before the round"),
+        (Forgets, "Forgets: x depends on v from before the round"),
         (Nameless, r"Nameless.shared names \['y'\], but the state has x, v"),
         (Both, r"Both: \['v'\] cannot be both shared and private"),
         (Loose, "Loose.eta can be assigned"),
         (Writes, "Writes.step changes its arguments in place"),
         (Draws, "Draws draws from a global generator"),
         (Widens, "Widens: x becomes torch.float32, but x0 is torch.float64"),
-        (Stands, "Stands does not move"),
-        (Twofold, "Twofold vectorised and one after another"),
+        (Stands, "Stands does not leave"),
+        (Twofold, "Twofold vectorised and in a loop"),
         (Served, "Adds.update must return all shared fields and no others"),
     ],
     ids=lambda v: v.__name__ if isinstance(v, type) else "",

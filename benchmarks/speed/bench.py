@@ -1,10 +1,9 @@
-"""`make bench`: every work by our engine, as bare passes and by hand, round by round in turns, in one run.
+"""`make bench`: time every work with our engine, as bare passes and as a hand-written loop.
 
     python benchmarks/speed/bench.py [work …] [--rounds N]
 
-A round of ours is followed by one of the limit and one by hand, and so on, so that whatever else the machine does
-falls on all three alike; medians are compared. Processor time is noted beside the time on the clock: on a machine that
-others use too it is the steadier of the two.
+The three take turns, round by round, so that other load on the machine affects all of them equally; medians are
+compared. Processor time is also recorded: on a shared machine it varies less than wall time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def busy(pid: int | str) -> float:
-    """Return the seconds that a process has been on a processor."""
+    """Return the processor seconds of a process."""
     total = 0.0
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -39,7 +38,7 @@ def busy(pid: int | str) -> float:
 
 
 def tree(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
+    """Return a process and its descendants."""
     found = [pid]
     for each in found:
         try:
@@ -51,7 +50,7 @@ def tree(pid: int) -> list[int]:
 
 
 def held(pids: list[int]) -> float:
-    """Return the MB that processes hold together, what they share counted once."""
+    """Return the memory of processes in MB, with shared pages counted once."""
     total = 0
     for pid in pids:
         try:
@@ -63,7 +62,7 @@ def held(pids: list[int]) -> float:
 
 
 class Limit:
-    """Only the passes of a round's batches, half of them in each of two processes with one thread."""
+    """Only the passes of a round's batches, divided over one single-threaded process per core."""
 
     def __init__(self, make: Callable[[], Any], batches: list[Any], evaluations: int) -> None:
         fork = get_context("fork")
@@ -103,7 +102,7 @@ class Limit:
 
 
 def time_work(name: str, rounds: int) -> dict[str, Any]:
-    """Time one work; runs in a process of its own."""
+    """Time one work, in its own process."""
     import numpy as np
     import torch
     from torch.utils._pytree import tree_map
@@ -129,7 +128,7 @@ def time_work(name: str, rounds: int) -> dict[str, Any]:
         return sum(busy(p) for p in tree(os.getpid()) if p not in others)
 
     def between(shared: Any) -> dict[str, float]:
-        """After each of our rounds: note it, then let the others have theirs."""
+        """Record our round, then run one round of each of the others."""
         if mark["calls"]:
             cpu["ours"].append(own() - mark["ours"])
         if limit is not None:
@@ -160,7 +159,7 @@ def time_work(name: str, rounds: int) -> dict[str, Any]:
         **median,
         "cpu": {k: statistics.median(v[-rounds:]) if v else None for k, v in cpu.items()},
     }
-    # Ratios round by round, neighbours in time.
+    # Ratios of consecutive rounds.
     for other in ("limit", "plain"):
         if seconds[other]:
             pairs = list(zip(seconds["ours"], seconds[other][-len(seconds["ours"]) :]))
@@ -192,7 +191,7 @@ def start_up(name: str) -> dict[str, float]:
         line = process.stdout.readline()
         if line.startswith("round"):
             lines += 1
-            if lines == 2:  # the first is told before round 1
+            if lines == 2:  # the first is printed before round 1
                 first = time.perf_counter() - began
         time.sleep(0.02)
     return {"startup": first or time.perf_counter() - began, "rss_mb": most}

@@ -1,9 +1,9 @@
-"""Peak memory of a loop over clients with a large model, against the bound of issue 5.
+"""Peak memory of a loop over clients with a large model, compared with a bound.
 
     python benchmarks/speed/memory.py [--clients N] [--million D]
 
-The bound is 1.3 × (state fields of the model's size × N × d × 4 bytes) + one client's activations. Each run is a fresh
-process; what Python, torch and the data hold before the model is made is not counted.
+The bound is 1.3 × (state fields of the model's size × N × d × 4 bytes) + one client's activations. Each run is a new
+process; the memory of Python, torch and the data before the model is created is not counted.
 """
 
 from __future__ import annotations

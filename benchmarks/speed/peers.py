@@ -2,8 +2,8 @@
 
     python benchmarks/speed/peers.py ENVIRONMENTS [--rounds N]
 
-ENVIRONMENTS is a folder with one virtual environment for each: flower, pfl, fedjax. A peer that could not be installed
-is said so.
+ENVIRONMENTS is a folder with one virtual environment for each: flower, pfl, fedjax. Peers that
+could not be installed are reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OURS = (
 
 
 def timed(command: list[str], most: float = 900) -> dict[str, Any]:
-    """Run a command that tells the end of every round; return the seconds of a round, of the start, and the memory."""
+    """Run a command that prints the end of every round; return the seconds per round, the start-up time and the memory."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE / 'peers'}"}
     if "works" in command[2]:
         environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
@@ -50,7 +50,7 @@ def timed(command: list[str], most: float = 900) -> dict[str, Any]:
         while process.poll() is None or rounds == []:
             if (
                 time.perf_counter() - looked > 2
-            ):  # rarely: the kernel walks all pages for it, which slows those who work
+            ):  # rarely, because the kernel walks all pages, which slows the processes
                 memory, looked = max(memory, held(tree(process.pid))), time.perf_counter()
             while line := process.stdout.readline():
                 if line.startswith("round"):
@@ -66,7 +66,7 @@ def timed(command: list[str], most: float = 900) -> dict[str, Any]:
         if len(rounds) < 3:
             last = [text for text in log.read().splitlines() if text.strip()][-1:]
             return {"trouble": f"did not run: {last[0] if last else process.returncode}"}
-    # perf_counter has one origin for all processes of a machine.
+    # perf_counter has the same origin in all processes.
     gaps = [b - a for a, b in pairwise(rounds)][1:]
     return {"seconds": statistics.median(gaps), "startup": rounds[0] - began, "rss_mb": memory}
 

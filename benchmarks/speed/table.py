@@ -1,4 +1,4 @@
-"""Puts the numbers of results.json into README.md, between its two marks."""
+"""Write the numbers of results.json into README.md, between its two markers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def verdict(row: dict[str, Any]) -> str:
     most, least = row["bar"]
-    told = []
+    parts = []
     if most is not None and row.get("limit"):
-        told.append(f"limit {'met' if row['over_limit'] <= most else 'missed'} (≤ {most})")
+        parts.append(f"limit {'met' if row['over_limit'] <= most else 'missed'} (≤ {most})")
     if least is not None:
-        told.append(f"plain {'met' if 1 / row['over_plain'] >= least else 'missed'} (≥ {least})")
-    return ", ".join(told) or "–"
+        parts.append(f"plain {'met' if 1 / row['over_plain'] >= least else 'missed'} (≥ {least})")
+    return ", ".join(parts) or "–"
 
 
 def lines(results: dict[str, Any]) -> list[str]:
     out = [
-        "| work | ours, s a round | limit | plain loop | ours / limit | plain / ours | by processor time: ours / limit, plain / ours | MB | start-up, s | bar |",
+        "| work | ours, s per round | limit | plain loop | ours / limit | plain / ours | by processor time: ours / limit, plain / ours | MB | start-up, s | bar |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in sorted(results.items()):
@@ -49,7 +49,7 @@ def lines(results: dict[str, Any]) -> list[str]:
     if peers:
         out += [
             "",
-            "| work | simulator | s a round | ours in the same turns | start-up, s | MB |",
+            "| work | simulator | s per round | ours in the same turns | start-up, s | MB |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
         for name, peer, found in peers:

@@ -1,4 +1,4 @@
-"""The works that are timed: each as objects for our engine, as bare gradients, and as the loop one writes by hand."""
+"""The timed works: as objects for our engine, as bare gradients, and as a hand-written loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Pass = Callable[[Any], Any]
 
 @dataclass
 class Work:
-    """What is timed."""
+    """One timed work."""
 
     name: str
     problem: Any
@@ -33,9 +33,9 @@ class Work:
     clients: Any
     q: int
     gradient: Callable[[], Pass] | None
-    """Makes the fastest bare pass; called in every process that takes passes."""
+    """Makes the fastest bare pass; called in every process."""
     plain: Callable[[int], Any]
-    """One round by hand, from iteration t on."""
+    """One hand-written round, starting at iteration t."""
     evaluations: int = 1
     """Passes per step."""
     participation: int = 0
@@ -79,7 +79,7 @@ def bare(module: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> Callabl
 def averaged(
     module: nn.Module, clients: Any, q: int, step: Callable[..., None], who: Callable[[int], list[int]]
 ) -> Any:
-    """FedAvg as people write it: copy the model, run an optimizer, add up the state dictionaries."""
+    """FedAvg as usually written: copy the model, run an optimizer, average the state dictionaries."""
 
     def round_(t: int) -> None:
         chosen = who(t)
@@ -123,7 +123,7 @@ def labelled(net: str, data: str, clients: int = 16, participation: int = 0) -> 
 
 
 def auroc(net: str, data: str) -> Work:
-    """FMGDA: two passes a step, momentum for both players."""
+    """FMGDA: two passes per step, momentum for both players."""
     x, y = images(data, positives=True)
     module = models.build(net, (1, 28, 28), 1)
     shared = held(x, y, 16)
@@ -255,7 +255,7 @@ def episodes(method: str, evaluations: int) -> Work:
     names = [k for k, _ in module.named_parameters()]
 
     def meta(own: nn.Module, x: list[Tensor], batch: Any, last: bool) -> list[Tensor]:
-        """MAML's gradient as people write it, task after task."""
+        """MAML's gradient as usually written, one task after another."""
         (qx, qy), (sx, sy) = batch
         total = [torch.zeros_like(p) for p in x]
         for k in range(len(qx)):

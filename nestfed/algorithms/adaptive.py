@@ -38,7 +38,7 @@ class _AdaptiveServer(FedAvg):
         weight(self, "beta2")
         at_least(self, 0, "beta1")
         if not self.beta1 < 1:
-            raise NestfedError(f"{self.name}: beta1 must lie in [0, 1), not {self.beta1:g}.")
+            raise NestfedError(f"{self.name}: beta1 must be in [0, 1), not {self.beta1:g}.")
 
 
 class FedAdam(_AdaptiveServer):
@@ -109,7 +109,8 @@ class STEM(Algorithm[Differentiable, Recursive]):
     """STEM (Khanduri et al. 2021): recursive momentum at every client, synchronised with the model.
 
     d ← ∇f(x_t; B_t) + (1 − a_t)(d − ∇f(x_{t−1}; B_t)), x ← x − η_t d, averaging after t = 0, q, 2q, …, as in
-    FAFED. With `c` the weight is a_{t+1} = cη_t²; otherwise `a`. A client that sat out restarts at the broadcast.
+    FAFED. With `c` the weight is a_{t+1} = cη_t²; otherwise `a`. A client that skipped a round restarts at the
+    broadcast.
     """
 
     eta: Schedule
@@ -135,7 +136,7 @@ class STEM(Algorithm[Differentiable, Recursive]):
         return min(1.0, at(self.a, t) if self.c is None else self.c * at(self.eta, t - 1) ** 2)
 
     def ends_round(self, t: int, q: int) -> bool:
-        """Synchronise after the very first estimate, then every q iterations."""
+        """Synchronise after the first estimate, then every q iterations."""
         return t % q == 0
 
     def init(self, problem: Differentiable, x0: Tensor) -> Recursive:
@@ -163,9 +164,9 @@ class LocalAdaptive(NamedTuple):
 
 @dataclass(frozen=True)
 class NaiveAdaptive(Algorithm[Differentiable, LocalAdaptive]):
-    """Naive adaptive FedAvg (Algorithm 1 of the FAFED paper), which diverges by Theorem 1: a warning, not a method.
+    """Naive adaptive FedAvg (Algorithm 1 of the FAFED paper), which diverges by Theorem 1; do not use it.
 
-    Line 8 is printed with √v_{t,i}; each client's own √v_{t,j} is meant. 0/0 is taken as 0.
+    Line 8 is printed with √v_{t,i}; we use each client's own √v_{t,j}. 0/0 counts as 0.
     """
 
     eta: Schedule
@@ -186,7 +187,7 @@ class NaiveAdaptive(Algorithm[Differentiable, LocalAdaptive]):
         return LocalAdaptive(x0, 0 * x0)
 
     def step(self, problem: Differentiable, s: LocalAdaptive, batch: Batch, t: int) -> LocalAdaptive:
-        """Every client scales its steps by its own second moment."""
+        """Scale the step by the client's own second moment."""
         g = problem.grad(s.x, batch)  # line 5
         beta = at(self.beta, t)
         v = beta * s.v + (1 - beta) * g**2  # line 6
@@ -207,10 +208,10 @@ class Preconditioned(NamedTuple):
 class FAFED(Algorithm[Differentiable, Preconditioned]):
     """FAFED (Wu et al. 2023, Algorithm 2): recursive momentum with one preconditioner A shared by all.
 
-    The box averages v, rebuilds A, averages m and only then moves; so a step here moves with the current m and A
-    and then estimates, and the clients synchronise after the estimates at t = 0, q, 2q, … . A = √v̄ + ρ is frozen in
-    between. The first move divides by A_0 too (Eq. 8; line 3 omits it). A client that sat out restarts at the
-    broadcast. `norm=True` takes one scalar v from ‖∇f‖² (AdaGrad-Norm style). With `c` the momentum weight is
+    The box averages v, rebuilds A, averages m and only then moves. So a step here first moves with the current m and
+    A, then estimates, and the clients synchronise after the estimates at t = 0, q, 2q, … . A = √v̄ + ρ is frozen in
+    between. The first move divides by A_0 too (Eq. 8; line 3 omits it). A client that skipped a round restarts at the
+    broadcast. `norm=True` uses one scalar v from ‖∇f‖² (AdaGrad-Norm style). With `c` the momentum weight is
     α_{t+1} = cη_t², as in Theorem 2.
     """
 
@@ -241,7 +242,7 @@ class FAFED(Algorithm[Differentiable, Preconditioned]):
         return min(1.0, at(self.alpha, t) if self.c is None else self.c * at(self.eta, t - 1) ** 2)
 
     def ends_round(self, t: int, q: int) -> bool:
-        """Synchronise after the very first estimate (line 2), then as in line 9."""
+        """Synchronise after the first estimate (line 2), then as in line 9."""
         return t % q == 0
 
     def init(self, problem: Differentiable, x0: Tensor) -> Preconditioned:

@@ -14,7 +14,7 @@ from nestfed.core import Algorithm, Batch, Differentiable, Schedule, Server, at,
 
 
 class Point(NamedTuple):
-    """The model alone."""
+    """The model."""
 
     x: Tensor
 
@@ -23,7 +23,7 @@ class Point(NamedTuple):
 class FedAvg(Algorithm[Differentiable, Point]):
     """FedAvg (McMahan et al. 2017): q local gradient steps, then the mean.
 
-    On a conditional or compositional problem the gradient is that problem's biased estimator.
+    On a conditional or compositional problem, the gradient is the problem's biased estimator.
     """
 
     eta: Schedule
@@ -46,7 +46,7 @@ class FedAvg(Algorithm[Differentiable, Point]):
 
 
 class Anchored(NamedTuple):
-    """The model and where its round began."""
+    """The model and its value at the start of the round."""
 
     x: Tensor
     start: Tensor
@@ -73,7 +73,7 @@ class FedProx(Algorithm[Differentiable, Anchored]):
         return Anchored(x0, x0)
 
     def receive(self, s: Anchored, t: int) -> Anchored:
-        """Remember where the round begins."""
+        """Store the starting point of the round."""
         return s._replace(start=s.x)
 
     def step(self, problem: Differentiable, s: Anchored, batch: Batch, t: int) -> Anchored:
@@ -97,8 +97,8 @@ class Scaffold(Algorithm[Differentiable, Controlled]):
     """SCAFFOLD (Karimireddy et al. 2020), option II: each client corrects its drift by c − c_n.
 
     y ← y − η(∇f(y) − c_n + c); after a round c_n⁺ = c_n − c + (x − y)/(qη), where qη is the sum of the round's
-    step sizes. A client uploads c + c_n⁺ − c_n in the place of c, so that the server's rule
-    c ← c + (|S|/N)·mean(c_n⁺ − c_n) needs nothing more. A client that sits out keeps its c_n.
+    step sizes. A client uploads c + c_n⁺ − c_n instead of c, which is all that the server's rule
+    c ← c + (|S|/N)·mean(c_n⁺ − c_n) needs. A client that skips a round keeps its c_n.
     """
 
     eta: Schedule
@@ -115,7 +115,7 @@ class Scaffold(Algorithm[Differentiable, Controlled]):
 
     @property
     def server(self) -> Server:
-        """Move by η_g along the mean, keep c the mean of all c_n."""
+        """Move by η_g along the mean; c stays the mean of all c_n."""
         return ControlVariates(moved=("x",), variates=("c",), eta_g=self.eta_g)
 
     def init(self, problem: Differentiable, x0: Tensor) -> Controlled:
@@ -124,7 +124,7 @@ class Scaffold(Algorithm[Differentiable, Controlled]):
         return Controlled(x0, zero, zero, x0, x0.new_zeros(()))
 
     def receive(self, s: Controlled, t: int) -> Controlled:
-        """Remember where the round begins."""
+        """Store the starting point of the round."""
         return s._replace(start=s.x, length=torch.zeros_like(s.length))
 
     def step(self, problem: Differentiable, s: Controlled, batch: Batch, t: int) -> Controlled:
@@ -134,6 +134,6 @@ class Scaffold(Algorithm[Differentiable, Controlled]):
         return s._replace(x=x, length=s.length + eta)
 
     def send(self, s: Controlled, t: int) -> Controlled:
-        """Renew c_n and upload what changed in it."""
+        """Update c_n and upload its change."""
         own = s.own - s.c + (s.start - s.x) / s.length
         return s._replace(own=own, c=s.c + own - s.own)

@@ -16,7 +16,7 @@ from nestfed.core import Algorithm, Batch, Composed, NestfedError, Schedule, at,
 
 @dataclass(frozen=True)
 class LocalBSGD(Algorithm[Composed, Point]):
-    """Local-BSGD, also known as Local-MAML: the inner value is the current batch's alone."""
+    """Local-BSGD, also known as Local-MAML: the inner value comes from the current batch only."""
 
     eta: Schedule
 
@@ -51,7 +51,7 @@ class Tracked(NamedTuple):
 class LocalSCGD(Algorithm[Composed, Tracked]):
     """Local-SCGD (Wang et al. 2017, federated): the inner value is a moving average, shared by all clients.
 
-    With several tasks in a batch, u_i = (1−γ)u + γg_i(x) for each, and the new u is their mean.
+    With several tasks in a batch, each has u_i = (1−γ)u + γg_i(x), and the new u is their mean.
     """
 
     eta: Schedule
@@ -101,7 +101,7 @@ class TrackedMomentum(NamedTuple):
 class LocalSCGDM(Algorithm[Composed, TrackedMomentum]):
     """Local-SCGDM (Gao, Li & Huang 2022, Algorithm 1): Local-SCGD with momentum.
 
-    ξ_t feeds g and ∇g, ζ_t feeds ∇f; the new u is used in z (lines 4 and 8; Eq. 2 prints the old one).
+    ξ_t is used in g and ∇g, ζ_t in ∇f; z uses the new u (lines 4 and 8; Eq. 2 prints the old one).
     """
 
     eta: Schedule = 1.0
@@ -140,7 +140,7 @@ def _check_weights(method: LocalSCGDM | LocalSCGDMTasks) -> None:
     for name, schedule in (("αη", method.alpha), ("γη", method.gamma)):
         value = at(schedule, 1) * at(method.eta, 1)
         if not 0 < value <= 1:
-            raise NestfedError(f"{method.name}: {name} is a weight and must lie in (0, 1], not {value:g}.")
+            raise NestfedError(f"{method.name}: {name} is a weight and must be in (0, 1], not {value:g}.")
 
 
 class Tasks(NamedTuple):
@@ -152,8 +152,8 @@ class Tasks(NamedTuple):
 
 
 def _track(u: Tensor, met: Tensor, rows: Tensor, value: Tensor, c: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Refresh the inner values of the sampled tasks, with weight 1 the first time; return also those values."""
-    # A tensor c, because torch.where makes two Python numbers float32.
+    """Update the inner values of the sampled tasks (weight 1 the first time); return them, the table and `met`."""
+    # c as a tensor, because torch.where turns two Python numbers into float32.
     w = torch.where(met[rows] > 0, torch.full_like(met[rows], c), 1.0).unsqueeze(-1)
     new = (1 - w) * u[rows] + w * value
     table = u.scatter(0, rows.unsqueeze(-1).expand_as(new), new)
@@ -162,7 +162,7 @@ def _track(u: Tensor, met: Tensor, rows: Tensor, value: Tensor, c: float) -> tup
 
 @dataclass(frozen=True)
 class LocalMOML(Algorithm[Composed, Tasks]):
-    """Local-MOML (Wang et al. 2021): one inner state per task, kept on its client, refreshed when sampled."""
+    """Local-MOML (Wang et al. 2021): one inner state per task, kept on its client and updated when sampled."""
 
     eta: Schedule
     beta: Schedule = 0.7
@@ -224,7 +224,7 @@ class LocalSCGDMTasks(Algorithm[Composed, TasksMomentum]):
         return TasksMomentum(x0, 0 * x0, x0.new_zeros(problem.tasks, problem.inner_dim), x0.new_zeros(problem.tasks))
 
     def step(self, problem: Composed, s: TasksMomentum, batch: Batch, t: int) -> TasksMomentum:
-        """As Local-SCGDM, with u_i in the place of u."""
+        """Local-SCGDM's step with u_i instead of u."""
         value, pullback = problem.inner(s.x, batch)
         eta = at(self.eta, t)
         u, table, met = _track(s.u, s.met, problem.which(batch), value, at(self.gamma, t) * eta)  # lines 3, 7

@@ -16,7 +16,7 @@ from nestfed.core import Algorithm, Batch, Differentiable, Schedule, at, at_leas
 class FCSG(Algorithm[Differentiable, Point]):
     """FCSG (Wu et al. 2023, Algorithm 1): local steps along the biased conditional estimator.
 
-    The box also averages u, which is overwritten before use: it is not sent.
+    The box also averages u. It is overwritten before use, so it is not sent here.
     """
 
     alpha: Schedule
@@ -89,7 +89,7 @@ class Corrected(NamedTuple):
 class AccFCSGM(Algorithm[Differentiable, Corrected]):
     """Acc-FCSG-M (Wu et al. 2023, Algorithm 2): FCSG-M with a variance-reduced estimator.
 
-    Both points of the correction see the same batch. A client that sat out restarts at the broadcast.
+    Both points of the correction use the same batch. A client that skipped a round restarts at the broadcast.
     """
 
     alpha: Schedule
@@ -117,7 +117,7 @@ class AccFCSGM(Algorithm[Differentiable, Corrected]):
         return s._replace(last=s.x)
 
     def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
-        """Correct the estimator by the same batch at the previous point, then move."""
+        """Correct the estimator with the same batch at the previous point, then move."""
         u = problem.grad(s.x, batch)  # line 2
         if t > 0:
             u = u + (1 - at(self.beta, t)) * (s.u - problem.grad(s.last, batch))  # line 13
@@ -125,7 +125,7 @@ class AccFCSGM(Algorithm[Differentiable, Corrected]):
 
 
 class BSGD(FCSG):
-    """BSGD (Hu et al. 2020): biased gradient descent on one machine, that is FCSG with one client."""
+    """BSGD (Hu et al. 2020): biased gradient descent on one machine, i.e. FCSG with one client."""
 
     name = "bsgd"
     single = True
@@ -136,7 +136,7 @@ class BSGD(FCSG):
 class BSpiderBoost(Algorithm[Differentiable, Corrected]):
     """BSpiderBoost (Hu et al. 2020): a large batch every `period` steps, recursive corrections in between.
 
-    The large batch is the client's to draw: give the clients a batch size that depends on t.
+    The clients draw the large batch: give them a batch size that depends on t.
     """
 
     alpha: Schedule
@@ -165,7 +165,7 @@ class BSpiderBoost(Algorithm[Differentiable, Corrected]):
         return t % self.period == 0
 
     def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
-        """Restart the estimator, or follow its change on one batch."""
+        """Restart the estimator, or add its change on one batch."""
         u = problem.grad(s.x, batch)
         if not self.restarts(t):
             u = s.u + u - problem.grad(s.last, batch)

@@ -76,9 +76,9 @@ class PlayersMomentum(NamedTuple):
 
 @dataclass(frozen=True)
 class MomentumLocalSGDA(Algorithm[Saddle, PlayersMomentum]):
-    """Momentum Local SGDA (Sharma et al. 2022): move along moving averages, then renew them at the new point.
+    """Momentum Local SGDA (Sharma et al. 2022): move along moving averages, then update them at the new point.
 
-    Iteration 0 only estimates. The averages' weight is aβ, the steps are aη.
+    Iteration 0 only estimates. The weight of the averages is aβ; the step sizes are aη.
     """
 
     eta_theta: Schedule
@@ -99,7 +99,7 @@ class MomentumLocalSGDA(Algorithm[Saddle, PlayersMomentum]):
         positive(self, "eta_theta", "eta_w", "a", "beta")
         value = at(self.a, 1) * at(self.beta, 1)
         if not 0 < value <= 1:
-            raise NestfedError(f"{self.name}: aβ is a weight and must lie in (0, 1], not {value:g}.")
+            raise NestfedError(f"{self.name}: aβ is a weight and must be in (0, 1], not {value:g}.")
 
     def init(self, problem: Saddle, x0: Tensor) -> PlayersMomentum:
         """Start at θ0, w0."""
@@ -109,7 +109,7 @@ class MomentumLocalSGDA(Algorithm[Saddle, PlayersMomentum]):
         """θ ← θ − aη_θd_θ; w ← w + aη_wd_w; d ← (1 − aβ)d + aβ∇f at the new point."""
         if t == 0:
             return s._replace(**dict(zip(("d_theta", "d_w"), problem.grads(s.theta, s.w, batch))))
-        a = at(self.a, t - 1)  # this move is that of the iteration before, whose gradient it uses
+        a = at(self.a, t - 1)  # the move of the previous iteration, whose gradient it uses
         theta = problem.project(s.theta - a * at(self.eta_theta, t - 1) * s.d_theta)
         w = problem.project_dual(s.w + a * at(self.eta_w, t - 1) * s.d_w)
         g, h = problem.grads(theta, w, batch)
@@ -118,7 +118,7 @@ class MomentumLocalSGDA(Algorithm[Saddle, PlayersMomentum]):
 
 
 class Staged(NamedTuple):
-    """Both players, the stage's reference point, and the number of that stage."""
+    """Both players, the stage's reference point, and the stage's number."""
 
     theta: Tensor
     w: Tensor
@@ -142,11 +142,11 @@ class _Stages:
 
     @classmethod
     def usual(cls, lr: Schedule | None, *, rounds: int, q: int) -> dict[str, Any]:
-        """Let the step fall threefold after a quarter of the rounds."""
+        """Divide the step by three after a quarter of the rounds."""
         return {"T0": q * max(1, math.ceil(rounds / 4)), **({} if lr is None else {"eta": lr})}
 
     def stage(self, t: int) -> tuple[int, int]:
-        """Return the stage of iteration t and the iteration at which it began."""
+        """Return the stage of iteration t and its first iteration."""
         s, start = 0, 0
         while t >= start + self.T0 * 3**s:
             start += self.T0 * 3**s
@@ -158,27 +158,27 @@ class _Stages:
         return at(self.eta, t) / 3 ** self.stage(t)[0]
 
     def reference(self, theta: Tensor, ref: Tensor, stage: Tensor, t: int) -> dict[str, Tensor]:
-        """Return the reference for iteration t: the broadcast θ if the one that is held is of another stage."""
+        """Return the reference for iteration t: the stored one, or the broadcast θ if it belongs to another stage."""
         now = self.stage(t)[0]
         return {"ref": torch.where(stage == now, ref, theta), "stage": torch.full_like(stage, now)}
 
     def begins(self, t: int) -> bool:
-        """Tell whether t is the first iteration of a stage after the first."""
+        """Return whether t is the first iteration of a stage after the first."""
         s, start = self.stage(t)
         return s > 0 and t == start
 
-    def refuse(self, q: int) -> None:
-        """Refuse stages that end inside a round, whose outcome would not be an average."""
+    def check_stages(self, q: int) -> None:
+        """Reject stages that end inside a round, because their result would not be an average."""
         if self.T0 % q:
             raise NestfedError(f"{getattr(self, 'name', '')}: T0 = {self.T0} must be a multiple of q = {q}.")
 
 
 @dataclass(frozen=True)
 class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
-    """CODA+ (Yuan et al. 2021): stages of proximal local SGDA with a step size that falls threefold.
+    """CODA+ (Yuan et al. 2021): stages of proximal local SGDA; each stage divides the step size by three.
 
-    θ ← θ − η_s(∇_θF + (θ − θ_ref)/γ), w ← w + η_s∇_wF; θ_ref is the averaged θ at which the stage began. A client
-    that was away then takes the θ with which it comes back.
+    θ ← θ − η_s(∇_θF + (θ − θ_ref)/γ), w ← w + η_s∇_wF; θ_ref is the averaged θ at the start of the stage. A client
+    that was absent then uses the θ that it receives on its return.
     """
 
     name = "coda-plus"
@@ -193,7 +193,7 @@ class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
 
     def ends_round(self, t: int, q: int) -> bool:
         """Synchronise every q iterations."""
-        self.refuse(q)
+        self.check_stages(q)
         return (t + 1) % q == 0
 
     def init(self, problem: Saddle, x0: Tensor) -> Staged:
@@ -201,7 +201,7 @@ class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
         return Staged(x0, problem.w0, x0, x0.new_zeros(()))
 
     def receive(self, s: Staged, t: int) -> Staged:
-        """Renew the reference at the start of a stage."""
+        """Update the reference at the start of a stage."""
         return s._replace(**self.reference(s.theta, s.ref, s.stage, t))
 
     def step(self, problem: Saddle, s: Staged, batch: Batch, t: int) -> Staged:
@@ -216,8 +216,8 @@ class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
 class CODA(CODAPlus):
     """CODA (Guo et al. 2020): CODA+ that also re-estimates w at the start of every stage.
 
-    The first iteration of a stage is spent on it: w is set to the best one for the client's batch, which may be
-    larger (give the clients a batch size that depends on t), and an extra synchronisation averages it.
+    The first iteration of a stage sets w to the best one for the client's batch, and an extra synchronisation
+    averages it. This batch may be larger: give the clients a batch size that depends on t.
     """
 
     name = "coda"
@@ -226,7 +226,7 @@ class CODA(CODAPlus):
     aliases = ()
 
     def ends_round(self, t: int, q: int) -> bool:
-        """Synchronise also after the re-estimation of w."""
+        """Also synchronise after the re-estimation of w."""
         return super().ends_round(t, q) or self.begins(t)
 
     def step(self, problem: Saddle, s: Staged, batch: Batch, t: int) -> Staged:
@@ -256,8 +256,8 @@ class StagedControlled(NamedTuple):
 class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
     """CODASCA (Yuan et al. 2021): CODA+ with control variates for both players.
 
-    Directions are g − c_k + c. After a round c_k is the mean of the client's gradients in it, and c the mean of all
-    c_k; as in SCAFFOLD a client uploads c + c_k⁺ − c_k, and one that sits out keeps its c_k.
+    Directions are g − c_k + c. After a round c_k is the mean of the client's gradients in the round, and c the mean of
+    all c_k. As in SCAFFOLD, a client uploads c + c_k⁺ − c_k, and a client that skips a round keeps its c_k.
     """
 
     eta_g: float = 1.0
@@ -277,12 +277,12 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
 
     @property
     def server(self) -> Server:
-        """Move both players by η_g along the mean, keep c the mean of all c_k."""
+        """Move both players by η_g along the mean; c stays the mean of all c_k."""
         return ControlVariates(moved=("theta", "w"), variates=("c_theta", "c_w"), eta_g=self.eta_g)
 
     def ends_round(self, t: int, q: int) -> bool:
         """Synchronise every q iterations."""
-        self.refuse(q)
+        self.check_stages(q)
         return (t + 1) % q == 0
 
     def init(self, problem: Saddle, x0: Tensor) -> StagedControlled:
@@ -291,7 +291,7 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
         return StagedControlled(x0, problem.w0, z, o, x0, x0.new_zeros(()), z, o, z, o, x0.new_zeros(()))
 
     def receive(self, s: StagedControlled, t: int) -> StagedControlled:
-        """Renew the reference at the start of a stage; begin the round's sums."""
+        """Update the reference at the start of a stage; reset the round's sums."""
         held = self.reference(s.theta, s.ref, s.stage, t)
         return s._replace(**held, sum_theta=0 * s.own_theta, sum_w=0 * s.own_w, steps=torch.zeros_like(s.steps))
 
@@ -309,7 +309,7 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
         )
 
     def send(self, s: StagedControlled, t: int) -> StagedControlled:
-        """Renew c_k and upload what changed in it."""
+        """Update c_k and upload its change."""
         own_theta, own_w = s.sum_theta / s.steps, s.sum_w / s.steps
         return s._replace(
             own_theta=own_theta,
@@ -334,8 +334,8 @@ class RecursivePlayers(NamedTuple):
 class FMGDA(Algorithm[Saddle, RecursivePlayers]):
     """FMGDA (Algorithm 1 of the deep AUC paper): recursive momentum for both players.
 
-    The paper's step sizes are ĉη_t for θ (`c_hat`·`eta`) and cη_t for w (`c`·`eta`). Both points of a correction see
-    the same batch. A client that sat out restarts at the broadcast.
+    The paper's step sizes are ĉη_t for θ (`c_hat`·`eta`) and cη_t for w (`c`·`eta`). Both points of a correction use
+    the same batch. A client that skipped a round restarts at the broadcast.
     """
 
     eta: Schedule = 1.0
@@ -362,7 +362,7 @@ class FMGDA(Algorithm[Saddle, RecursivePlayers]):
 
     @classmethod
     def usual(cls, lr: Schedule | None, *, rounds: int, q: int) -> dict[str, Any]:
-        """Return ĉ and c; a step that varies is η, as ĉ and c are numbers."""
+        """Return ĉ and c; a schedule becomes η, because ĉ and c are numbers."""
         if callable(lr):
             return {"eta": lr, "c_hat": 1.0, "c": 1.0}
         return super().usual(lr, rounds=rounds, q=q)
@@ -376,7 +376,7 @@ class FMGDA(Algorithm[Saddle, RecursivePlayers]):
         return s._replace(last_theta=s.theta, last_w=s.w)
 
     def step(self, problem: Saddle, s: RecursivePlayers, batch: Batch, t: int) -> RecursivePlayers:
-        """Correct both estimators by the same batch at the previous point, then move both players."""
+        """Correct both estimators with the same batch at the previous point, then move both players."""
         u, v = problem.grads(s.theta, s.w, batch)  # line 2
         if t > 0:
             g, h = problem.grads(s.last_theta, s.last_w, batch)

@@ -1,6 +1,6 @@
-"""The papers behind the methods, in BibTeX, and whom to cite for a name: `bibtex("fcsg")`.
+"""The papers behind the methods in BibTeX: `bibtex("fcsg")` returns what to cite.
 
-Taken from the papers' own first pages and bibliographies; entries carry no DOI where none was at hand.
+The entries come from the papers' first pages and bibliographies; some lack a DOI.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ CHEN_2020 = """@inproceedings{chen2020toward,
 
 
 def bibtex(name: str) -> str:
-    """Return the BibTeX entries of a method or an objective, by its name or another name for it."""
+    """Return the BibTeX entries of a method or an objective, by its name or alias."""
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     known = {**METHODS, **OBJECTIVES}
     known |= {alias: thing for thing in known.values() for alias in thing.aliases}

@@ -1,4 +1,4 @@
-"""What a server can do with the mean: control variates, and adaptive steps on the pseudo-gradient."""
+"""Server updates: control variates, and adaptive steps on the pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nestfed.core import Fields, Server
 
 @dataclass(frozen=True)
 class ControlVariates(Server):
-    """SCAFFOLD's server: the model moves by η_g along the mean, each c by |S|/N of the mean change."""
+    """SCAFFOLD's server: move the model by η_g along the mean, and each c by |S|/N of the mean change."""
 
     moved: tuple[str, ...]
     variates: tuple[str, ...]
@@ -29,7 +29,7 @@ class ControlVariates(Server):
 class Adaptive(Server):
     """A server step on Δ = mean − old with moments M and V (Reddi et al. 2021); no bias correction.
 
-    M ← β1·M + (1−β1)Δ, then V by the rule of the subclass, then x ← x + η_g·M/(√V + τ). V starts at τ².
+    M ← β1·M + (1−β1)Δ, then V by the subclass's rule, then x ← x + η_g·M/(√V + τ). V starts at τ².
     """
 
     eta_g: float
@@ -47,7 +47,7 @@ class Adaptive(Server):
         """Return the new V from the old one and Δ²."""
 
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
-        """One server step."""
+        """Take one server step."""
         delta = mean["x"] - old["x"]
         M = self.beta1 * state["M"] + (1 - self.beta1) * delta
         V = self.second(state["V"], delta**2)
@@ -85,7 +85,7 @@ class AMS(Adaptive):
     epsilon: float = 1e-6
 
     def init(self, shared: Fields) -> Fields:
-        """M = 0, V = τ², V̂ = 0 (the maximum with ε comes first)."""
+        """M = 0, V = τ², V̂ = 0 (its first use takes the maximum with ε)."""
         return {**super().init(shared), "Vhat": torch.zeros_like(shared["x"])}
 
     def second(self, V: Tensor, square: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class AMS(Adaptive):
         return self.beta2 * V + (1 - self.beta2) * square
 
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
-        """One server step."""
+        """Take one server step."""
         delta = mean["x"] - old["x"]
         M = self.beta1 * state["M"] + (1 - self.beta1) * delta
         V = self.second(state["V"], delta**2)

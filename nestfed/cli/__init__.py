@@ -1,1 +1,1 @@
-"""The command line: thin functions that call the library."""
+"""The command line."""

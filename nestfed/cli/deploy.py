@@ -1,4 +1,4 @@
-"""`nestfed deploy` on the command line. Heavy imports stand inside the functions, so that `nestfed --help` is quick."""
+"""The commands of `nestfed deploy`. Slow imports are inside the functions, so that `nestfed --help` is fast."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 deploy_app = typer.Typer(help="Train across institutions with Flower.", no_args_is_help=True)
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to change, such as algorithm.alpha=0.1 run.rounds=50.")
+    list[str] | None, typer.Argument(help="Settings to override, such as algorithm.alpha=0.1 run.rounds=50.")
 ]
-Sites = Annotated[int, typer.Option("--sites", help="How many sites there are.")]
-Method = Annotated[str, typer.Option("--method", help="One of the file's methods, or of the library's.")]
+Sites = Annotated[int, typer.Option("--sites", help="Number of sites.")]
+Method = Annotated[str, typer.Option("--method", help="A method of the file or of the library.")]
 
 
 def _chosen(file: str, overrides: list[str] | None, method: str, sites: int) -> Experiment:
@@ -32,7 +32,7 @@ def _chosen(file: str, overrides: list[str] | None, method: str, sites: int) -> 
     changes = list(overrides or ())
     kind = experiment.partition.kind
     if kind not in ("column", "pooled") and not any(c.startswith("partition.clients=") for c in changes):
-        changes.append(f"partition.clients={sites}")  # a part of the data set for every site
+        changes.append(f"partition.clients={sites}")  # one part of the dataset per site
     from nestfed.experiment.spec import parse_overrides
 
     return experiment.with_overrides(parse_overrides(changes))
@@ -42,17 +42,17 @@ def _chosen(file: str, overrides: list[str] | None, method: str, sites: int) -> 
 def init_(
     directory: Path,
     overrides: Overrides = None,
-    experiment: Annotated[str, typer.Option(help="An experiment file, or one of `nestfed list`.")] = "demo",
+    experiment: Annotated[str, typer.Option(help="An experiment file, or a name from `nestfed list`.")] = "demo",
     method: Method = "",
     sites: Sites = 3,
 ) -> None:
-    """Write a Flower app for an experiment, with a README for the coordinator and for the sites."""
-    from nestfed.cli.main import say
+    """Write a Flower app for an experiment, with a README for the coordinator and the sites."""
+    from nestfed.cli.main import echo
 
     if experiment == "demo" and not method:
         method, overrides = "fcsg-m", ["algorithm.alpha=1.0", "run.rounds=10", *(overrides or ())]
     init(directory, _chosen(experiment, overrides, method, sites), sites)
-    say(f"{directory} holds a Flower app for {sites} sites; its README.md says what to do, step by step.")
+    echo(f"{directory} contains a Flower app for {sites} sites; follow its README.md.")
 
 
 @deploy_app.command("local")
@@ -61,40 +61,47 @@ def local_(
     overrides: Overrides = None,
     sites: Sites = 4,
     method: Method = "",
-    out: Annotated[Path | None, typer.Option("--out", help="Directory of the run.")] = None,
-    min_sites: Annotated[int, typer.Option(help="Fewer answers make no round.", show_default="all")] = 0,
-    deadline: Annotated[float, typer.Option(help="Seconds for a round.")] = 600.0,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and keys; loopback only.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Run directory.")] = None,
+    min_sites: Annotated[int, typer.Option(help="Valid answers that a round needs.", show_default="all")] = 0,
+    deadline: Annotated[float, typer.Option(help="Seconds per round.")] = 600.0,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys; loopback only.")] = False,
 ) -> None:
-    """Carry an experiment out over a SuperLink and SuperNodes on this machine, with TLS and authentication.
+    """Run an experiment with a SuperLink and SuperNodes on this machine, with TLS and authentication.
 
-    It leaves the same run directory as a simulation; the same command goes on with an unfinished run.
+    The run directory is the same as a simulation's. Run it again to resume.
     """
     from rich.console import Console
 
-    from nestfed.cli.main import say
+    from nestfed.cli.main import echo
     from nestfed.engine.record import metrics_of
 
     experiment = _chosen(file, overrides, method, sites)
     place = out or Path("runs") / f"deployed-{Path(file).stem}-{experiment.digest()}"
     console = Console(stderr=True, highlight=False)
     history = local(
-        experiment, place, sites, least=min_sites, deadline=deadline, insecure=insecure, tell=lambda s: console.print(s)
+        experiment,
+        place,
+        sites,
+        least=min_sites,
+        deadline=deadline,
+        insecure=insecure,
+        notify=lambda s: console.print(s),
     )
     end = history[-1]
     for key, value in metrics_of(end).items():
-        say(f"{key:12} {value:.4f}")
-    say(f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {end['seconds']:.1f} s)")
-    say(f"record       {place / 'record.jsonl'}")
+        echo(f"{key:12} {value:.4f}")
+    echo(f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {end['seconds']:.1f} s)")
+    echo(f"record       {place / 'record.jsonl'}")
 
 
 @deploy_app.command(
     "supernode", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
 )
 def supernode_(context: typer.Context) -> None:
-    """Run a site's SuperNode, with the options of `flower-supernode`; it ends when it has lost the SuperLink for good.
+    """Run a site's SuperNode, with the options of `flower-supernode`.
 
-    Flower's own command then stays, connected to nothing, and no supervisor can know that it should start it again.
+    It exits when it loses the SuperLink permanently, so that a supervisor can restart it. Flower's own command keeps
+    running without a connection.
     """
     supernode(context.args)
 
@@ -102,29 +109,31 @@ def supernode_(context: typer.Context) -> None:
 @deploy_app.command("certificates")
 def certificates_(
     directory: Path,
-    host: Annotated[list[str] | None, typer.Option(help="Name or address of the coordinator; may be repeated.")] = None,
-    days: Annotated[int, typer.Option(help="How long they are valid.")] = 365,
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address of the coordinator; repeat for several.")
+    ] = None,
+    days: Annotated[int, typer.Option(help="Days until the certificates expire.")] = 365,
 ) -> None:
-    """Write the TLS certificates of a SuperLink: server.pem and server.key for it, ca.crt for everybody."""
-    from nestfed.cli.main import say
+    """Write TLS certificates: server.pem and server.key for the SuperLink, ca.crt for all sites."""
+    from nestfed.cli.main import echo
 
     write_certificates(directory, host or [LOOPBACK], days)
-    say(f"{directory / 'server.key'} stays secret; send {directory / 'ca.crt'} to every site.")
+    echo(f"Keep {directory / 'server.key'} secret; send {directory / 'ca.crt'} to every site.")
 
 
 @deploy_app.command("key")
 def key_(path: Path) -> None:
-    """Write a site's key pair: PATH stays secret at the site, PATH.pub goes to the coordinator."""
-    from nestfed.cli.main import say
+    """Write a site's key pair: keep PATH secret, send PATH.pub to the coordinator."""
+    from nestfed.cli.main import echo
 
     write_key(path)
-    say(f"{path} stays secret; send {path}.pub to the coordinator.")
+    echo(f"Keep {path} secret; send {path}.pub to the coordinator.")
 
 
 @deploy_app.command("digest")
 def digest_(file: str) -> None:
-    """Print the digest of an experiment, to which a site can bind itself."""
-    from nestfed.cli.main import say
+    """Print the digest of an experiment. A site with this digest in its configuration rejects others."""
+    from nestfed.cli.main import echo
     from nestfed.experiment.spec import read
 
-    say(read(file).digest())
+    echo(read(file).digest())

@@ -1,6 +1,6 @@
-"""The command line. Thin: it reads arguments, calls the library, prints."""
+"""The main commands: read arguments, call the library, print results."""
 
-# Heavy imports stand inside the commands, so that `nestfed --help` is quick.
+# Slow imports are inside the commands, so that `nestfed --help` is fast.
 from __future__ import annotations
 
 import sys
@@ -28,24 +28,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(
-    help="The named data sets: what there is, whether it is whole, how to get it.", no_args_is_help=True
-)
+data_app = typer.Typer(help="List, verify and download datasets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 app.command("train")(train_command)
 app.command("predict")(predict_command)
 app.command("lr-find")(lr_find_command)
 
-File = Annotated[str, typer.Argument(help="An experiment file, or one of `nestfed list`.")]
+File = Annotated[str, typer.Argument(help="An experiment file, or a name from `nestfed list`.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to change, such as algorithm.alpha=0.1 run.rounds=50.")
+    list[str] | None, typer.Argument(help="Settings to override, such as algorithm.alpha=0.1 run.rounds=50.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Directory of the run.", show_default="runs/NAME-DIGEST")]
+Out = Annotated[Path | None, typer.Option("--out", help="Run directory.", show_default="runs/NAME-DIGEST")]
 
 
 def _tensorboard(wanted: bool) -> bool:
-    """Say at once, not after hours, that events cannot be written."""
+    """Fail at the start, not after hours, if TensorBoard is missing."""
     if wanted:
         from nestfed.report.events import require
 
@@ -55,12 +53,12 @@ def _tensorboard(wanted: bool) -> bool:
 
 TensorBoard = Annotated[
     bool,
-    typer.Option("--tensorboard", callback=_tensorboard, help="Write TensorBoard event files beside the records."),
+    typer.Option("--tensorboard", callback=_tensorboard, help="Also write TensorBoard event files."),
 ]
 
 
 def main() -> None:
-    """Run the command line; a mistake of the user's is one sentence and exit code 2."""
+    """Run the command line. An error the user can fix prints one sentence and exits with code 2."""
     try:
         _add_plugin_commands()
         app()
@@ -70,11 +68,11 @@ def main() -> None:
         sys.stderr.write(f"nestfed: {error}\n")
         sys.exit(130 if isinstance(error, Interrupted) else 2)
     except KeyboardInterrupt:
-        sys.stderr.write("nestfed: stopped; the same command goes on from the last checkpoint.\n")
+        sys.stderr.write("nestfed: stopped; run the same command again to resume from the last checkpoint.\n")
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
-    except OSError as error:  # a full disk, a directory that may not be written
+    except OSError as error:  # such as a full disk or a read-only directory
         place = f"{error.filename}: " if error.filename else ""
         sys.stderr.write(f"nestfed: {place}{error.strerror or error}.\n")
         sys.exit(2)
@@ -87,11 +85,11 @@ def _add_plugin_commands() -> None:
         if name not in there:
             app.command(name)(command)
         elif there[name] is not command:
-            raise NestfedError(f"The command {name!r} of a plugin is also one of nestfed's own: rename the plugin's.")
+            raise NestfedError(f"A plugin's command {name!r} has the name of a nestfed command; rename it.")
 
 
-def say(text: Any = "") -> None:
-    """Print for people; where there is no terminal a table may be wider than 80 columns."""
+def echo(text: Any = "") -> None:
+    """Print text or a table; without a terminal, tables may be 118 columns wide."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 118
@@ -100,7 +98,7 @@ def say(text: Any = "") -> None:
 
 @app.command("list")
 def list_() -> None:
-    """List the algorithms by kind, the problems, networks, data sets and experiments."""
+    """List algorithms, problems, networks, datasets and experiments."""
     from rich.table import Table
 
     from nestfed import models  # noqa: F401 (registers the library's own)
@@ -111,23 +109,23 @@ def list_() -> None:
     for family in dict.fromkeys(m.family for m in METHODS.values()):
         methods = [m for m in METHODS.values() if m.family == family]
         kinds = sorted({m.accepts.kinds for m in methods})
-        say(f"[bold]Algorithms: {family}[/bold] (for problems of kind {'; '.join(kinds)})")
+        echo(f"[bold]Algorithms: {family}[/bold] (for problems of kind {'; '.join(kinds)})")
         table = Table(box=None, pad_edge=False)
-        for column in ("name", "sends a round", "what it is"):
+        for column in ("name", "sent per round", "description"):
             table.add_column(column, overflow="fold", no_wrap=column == "name")
         for method in methods:
             first = (method.__doc__ or "").strip().split("\n")[0]
             table.add_row(method.name, _sent(method), first)
-        say(table)
-        say()
-    say(f"Problems: {', '.join(OBJECTIVES)}\n")
-    say(f"Networks: {', '.join(NETWORKS)}\n")
-    say(f"Data sets: {', '.join(s.name for s in sources.names())} (see `nestfed data list`)\n")
-    say(f"Experiments: {', '.join(packaged())}")
+        echo(table)
+        echo()
+    echo(f"Problems: {', '.join(OBJECTIVES)}\n")
+    echo(f"Networks: {', '.join(NETWORKS)}\n")
+    echo(f"Datasets: {', '.join(s.name for s in sources.names())} (see `nestfed data list`)\n")
+    echo(f"Experiments: {', '.join(packaged())}")
 
 
 def _sent(method: type[Algorithm[Any, Any]]) -> str:
-    """Return what a method sends each way in a round, in multiples of the model's size."""
+    """Return what a method sends each way per round, in multiples of the model's size."""
     if method.single:
         return "nothing"
     whole = [f for f in method.shared if f not in method.sizes]
@@ -141,10 +139,10 @@ def run_(
     file: File,
     overrides: Overrides = None,
     out: Out = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a round goes.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Print how long each part of a round takes.")] = False,
     tensorboard: TensorBoard = False,
 ) -> None:
-    """Carry out an experiment file (or one of `nestfed list`). The same command goes on with an unfinished run."""
+    """Run an experiment. Run it again to resume."""
     from nestfed.engine.record import metrics_of
     from nestfed.experiment.run import leads, run
     from nestfed.report.drawing import drawable
@@ -163,20 +161,20 @@ def run_(
         return
     metrics = list(metrics_of(history[-1]))
     for metric in metrics:
-        say(f"{metric:12} {last(history, metric):.4f}")
+        echo(f"{metric:12} {last(history, metric):.4f}")
     end = history[-1]
-    say(
+    echo(
         f"{'rounds':12} {end['round']}   ({end['examples']:,} examples, {size(end['bytes_up'] + end['bytes_down'])} sent)"
     )
     if metrics:
         decisive = experiment.evaluation.metric if experiment.evaluation.metric in metrics else metrics[0]
-        say(f"record       {place / 'record.jsonl'}")
+        echo(f"record       {place / 'record.jsonl'}")
         if drawable():
             shown = {experiment.algorithm.name: [history]}
-            say(f"picture      {curves(shown, decisive, place / 'plot.png', Path(file).stem)}")
-    say(f"report       {write(page_of_run(place), place / 'report.html')}")
+            echo(f"plot         {curves(shown, decisive, place / 'plot.png', Path(file).stem)}")
+    echo(f"report       {write(page_of_run(place), place / 'report.html')}")
     if (place / "privacy.txt").exists():
-        say((place / "privacy.txt").read_text(encoding="utf-8").strip())
+        echo((place / "privacy.txt").read_text(encoding="utf-8").strip())
     if profile:
         _profile(laps)
 
@@ -186,15 +184,15 @@ def _profile(laps: dict[str, float]) -> None:
 
     total = sum(laps.values())
     if not total:
-        say("\nprofile: nothing was run, the experiment was finished.")
+        echo("\nNo profile: the experiment was already finished.")
         return
-    table = Table(title="Where the time went", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="Time per part", title_justify="left", box=None, pad_edge=False)
     for column in ("", "seconds", "share"):
         table.add_column(column, justify="left" if not column else "right")
     for name, seconds in laps.items():
         table.add_row(name, f"{seconds:.3f}", f"{100 * seconds / total:.1f} %")
-    say()
-    say(table)
+    echo()
+    echo(table)
 
 
 @app.command("compare")
@@ -203,16 +201,14 @@ def compare_(
     overrides: Overrides = None,
     algorithms: Annotated[
         str,
-        typer.Option(
-            help="Methods of the file or of the library, separated by commas.", show_default="all of the file"
-        ),
+        typer.Option(help="Methods of the file or the library, separated by commas.", show_default="all of the file"),
     ] = "",
-    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
-    workers: Annotated[int, typer.Option(help="Processes at once.", show_default="one per core")] = 0,
+    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
+    workers: Annotated[int, typer.Option(help="Number of parallel processes.", show_default="one per core")] = 0,
     out: Out = None,
     tensorboard: TensorBoard = False,
 ) -> None:
-    """Compare methods at equal rounds: tune each on its grid by validation data, then run it with every seed."""
+    """Compare methods at equal rounds: tune each on validation data, then run it with every seed."""
     experiment = _experiment(file, overrides)
     names = [a.strip() for a in algorithms.split(",") if a.strip()] or list(experiment.methods)
     if not names:
@@ -226,14 +222,14 @@ def tune_(
     file: File,
     overrides: Overrides = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="A method of the file; may be repeated.", show_default="all")
+        list[str] | None, typer.Option(help="A method of the file; repeat for several.", show_default="all")
     ] = None,
-    trials: Annotated[int, typer.Option(help="Trials for each method.", show_default="its whole grid")] = 0,
-    workers: Annotated[int, typer.Option(help="Processes at once.", show_default="one per core")] = 0,
+    trials: Annotated[int, typer.Option(help="Trials per method.", show_default="the whole grid")] = 0,
+    workers: Annotated[int, typer.Option(help="Number of parallel processes.", show_default="one per core")] = 0,
     out: Out = None,
     tensorboard: TensorBoard = False,
 ) -> None:
-    """Tune methods on their grids by validation data; the same command goes on with what is unfinished."""
+    """Tune methods on validation data. Run it again to resume."""
     from nestfed.experiment.tune import shown, tune, write_tuned
 
     experiment = _experiment(file, overrides)
@@ -246,18 +242,22 @@ def tune_(
     if tensorboard:
         write_events_below(place, place / "tensorboard")
     show_table(*shown(tuned, metric))
-    say(f"\ntuned    {write_tuned(experiment, tuned, place / 'tuned.toml')}")
+    echo(f"\ntuned    {write_tuned(experiment, tuned, place / 'tuned.toml')}")
 
 
 @app.command()
 def demo(out: Out = None) -> None:
-    """Show federated AUPRC training against FedAvg on handwritten digits, in about a minute."""
+    """Compare federated AUPRC training with FedAvg on handwritten digits, in about a minute."""
     from nestfed.experiment.spec import read
 
     experiment = read("demo")
-    say("16 clients hold handwritten digits; 5 to 9 are the positives, and 80 % of them are missing from training.")
-    say("FedAvg minimises cross-entropy, the others maximise average precision (ap) directly. Each is tuned with the")
-    say("same number of trials on validation data and then run with three seeds: about a minute on two cores.\n")
+    echo(
+        "16 clients have handwritten digits. 5 to 9 are the positives, and 80 % of them are removed from the training data."
+    )
+    echo("FedAvg minimises cross-entropy; the others maximise average precision (ap) directly. Each is tuned with the")
+    echo(
+        "same number of trials on validation data, then run with three seeds. This takes about a minute on two cores.\n"
+    )
     _compare(experiment, list(experiment.methods), 3, out or Path("runs") / f"demo-{experiment.digest()}", 0, "demo")
 
 
@@ -282,14 +282,14 @@ def _compare(
     report = write(page_of_comparison(place, metric, outcomes, title=title), place / "report.html")
     if tensorboard:
         write_events_below(place, place / "tensorboard")
-    say(f"\nreport   {report}\nrecords  {place}")
+    echo(f"\nreport   {report}\nrecords  {place}")
     if drawable():
         shown = {o.method: o.histories for o in outcomes}
-        say(f"curves   {curves(shown, metric.name, place / 'curves.png', title)}")
+        echo(f"curves   {curves(shown, metric.name, place / 'curves.png', title)}")
 
 
 def write_events_below(runs: Path, place: Path) -> None:
-    """Write TensorBoard event files of all runs and trials below a directory."""
+    """Write TensorBoard event files for all runs and trials below a directory."""
     from nestfed.report.events import write_events
 
     for record in runs.glob("**/record.jsonl"):
@@ -324,18 +324,18 @@ def _table(outcomes: list[MethodResult], metric: Metric, seeds: int) -> None:
             str(o.trials),
             " ".join(f"{k.split('.')[-1]}={v}" for k, v in o.chosen.items()),
         )
-    say(table)
-    say(
+    echo(table)
+    echo(
         f"\nMean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}. {metric.direction} mean {metric.name}: {best}."
     )
     for o in outcomes:
         if o.diverged:
-            say(o.fate())
+            echo(o.divergence())
 
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """Show on standard error what is being done."""
+    """Show the current step on standard error."""
     from rich.console import Console
 
     with Console(stderr=True).status("preparing") as status:
@@ -343,7 +343,7 @@ def status() -> Iterator[Callable[[str], None]]:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of text, the first column whole."""
+    """Print a table of text; the first column does not wrap."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -351,7 +351,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(column, overflow="fold", no_wrap=i == 0)
     for row in rows:
         table.add_row(*row)
-    say(table)
+    echo(table)
 
 
 def _experiment(file: str, overrides: list[str] | None) -> Experiment:
@@ -363,9 +363,11 @@ def _experiment(file: str, overrides: list[str] | None) -> Experiment:
 @app.command(context_settings={"ignore_unknown_options": True})
 def theory(
     method: str,
-    constants: Annotated[list[str] | None, typer.Argument(help="Constants: --N 16 --T 10000, or N=16 T=10000.")] = None,
+    constants: Annotated[
+        list[str] | None, typer.Argument(help="Constants, as --N 16 --T 10000 or N=16 T=10000.")
+    ] = None,
 ) -> None:
-    """Print the step sizes, q and B that a method's theorem prescribes, its conditions and its bound."""
+    """Print the step sizes, q and B from a method's theorem, with its conditions and bound."""
     from nestfed.theory import prescribe
 
     values: dict[str, Any] = {}
@@ -376,14 +378,14 @@ def theory(
         try:
             values[key] = float(text) if set(text) & set(".e") else int(text)
         except ValueError:
-            raise NestfedError(f"{item!r} is no constant; write it as --N 16 or N=16.") from None
+            raise NestfedError(f"{item!r} is not a constant; write it as --N 16 or N=16.") from None
     for line in prescribe(method, **values).lines():
-        say(line)
+        echo(line)
 
 
 @app.command()
 def cite(name: str) -> None:
-    """Print the BibTeX entries of a method or an objective."""
+    """Print the BibTeX entries for a method or an objective."""
     from nestfed.algorithms.references import bibtex
 
     sys.stdout.write(bibtex(name).strip() + "\n")
@@ -391,68 +393,70 @@ def cite(name: str) -> None:
 
 @data_app.command("list")
 def data_list() -> None:
-    """Show the named data sets, and which are on this machine."""
+    """List datasets, and whether they are on this machine."""
     from rich.table import Table
 
     from nestfed.data import files, sources
 
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "here", "what it is", "examples", "licence"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("name", "here"))
+    for column in ("name", "on this machine", "description", "examples", "licence"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "on this machine"))
     for source in sources.names():
         here = "yes" if not source.forms or sources.where(source.name) else f"no, {_download(source)}"
         table.add_row(source.name, here, source.about, source.examples, source.licence)
-    say(table)
-    say("\nA data set that is not here is downloaded when it is first used, or by `nestfed data fetch NAME`, into")
-    say(f"{files.cache_folder() / 'data'}. Set NESTFED_DATA to a folder that holds them to use that instead.")
+    echo(table)
+    echo("\nA missing dataset is downloaded when it is first used, or by `nestfed data fetch NAME`, to")
+    echo(f"{files.cache_folder() / 'data'}. To use datasets in another folder, set NESTFED_DATA.")
 
 
 def _download(source: Source) -> str:
-    """Return how much there is to download."""
+    """Return the size of the download."""
     offered = [form for form in source.forms if all(file.url for file in form)] or source.forms
     return size(sum(file.size for file in offered[0]))
 
 
-Folder = Annotated[Path | None, typer.Option(help="Where the files are.")]
+Folder = Annotated[Path | None, typer.Option(help="Directory of the files.")]
 
 
 @data_app.command("check")
 def data_check(
-    name: Annotated[str, typer.Argument(help="A data set.", show_default="all that are on this machine")] = "",
+    name: Annotated[str, typer.Argument(help="A dataset.", show_default="all on this machine")] = "",
     folder: Folder = None,
 ) -> None:
-    """Compare files with their published checksums."""
+    """Verify files against their published checksums."""
     from nestfed.data import sources
 
     names = [name] if name else [s.name for s in sources.names() if sources.where(s.name, folder)]
     if not names:
-        say("No data set is on this machine yet; see `nestfed data list`.")
+        echo("No datasets on this machine yet; see `nestfed data list`.")
     wrong = []
     for each in names:
         found = sources.check(each, folder)
         problems = [file.problem for file in found if file.problem]
         if not found:
-            say(f"{each}: has no files to check.")
+            echo(f"{each}: no files to check.")
         elif not problems:
-            say(f"{each}: whole, {len(found)} file{'s' * (len(found) > 1)} in {found[0].path.parent}")
+            echo(f"{each}: verified, {len(found)} file{'s' * (len(found) > 1)} in {found[0].path.parent}")
         elif not any(file.path.exists() for file in found):
-            raise NestfedError(f"{each} is not in {found[0].path.parent}: `nestfed data fetch {each}` downloads it.")
+            raise NestfedError(
+                f"{each} is not in {found[0].path.parent}; download it with `nestfed data fetch {each}`."
+            )
         else:
             wrong.append(each)
             for problem in problems:
-                say(f"{each}: {problem}")
+                echo(f"{each}: {problem}")
     if wrong:
-        raise NestfedError(f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not as published.")
+        raise NestfedError(f"{', '.join(wrong)}: files differ from the published ones.")
 
 
 @data_app.command("fetch")
 def data_fetch(name: str) -> None:
-    """Download a data set into the cache; an interrupted download goes on where it stopped."""
+    """Download a dataset to the cache. Run it again to resume an interrupted download."""
     from nestfed.data import files, sources
 
     place = sources.where(name)
-    if place and files.cache_folder() not in place.parents:  # what is in the cache is verified, and mended
-        say(f"{name} is already in {place}; `nestfed data check {name}` compares it with the published files.")
+    if place and files.cache_folder() not in place.parents:  # files in the cache are verified and repaired
+        echo(f"{name} is already in {place}; verify it with `nestfed data check {name}`.")
         return
     found = sources.fetch(name)
-    say(f"{name} is in {found.folder}." if found.files else f"{name} has no files to download.")
+    echo(f"{name} is in {found.folder}." if found.files else f"{name} has no files to download.")

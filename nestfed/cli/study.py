@@ -1,6 +1,6 @@
-"""The commands `train`, `predict` and `lr-find`, for people who have one table per site."""
+"""The commands `train`, `predict` and `lr-find`, for one table per site."""
 
-# Heavy imports stand inside the commands, so that `nestfed --help` is quick.
+# Slow imports are inside the commands, so that `nestfed --help` is fast.
 from __future__ import annotations
 
 import warnings
@@ -11,18 +11,18 @@ from typing import Annotated
 
 import typer
 
-Files = Annotated[list[Path], typer.Argument(help="One table for each site: .csv, .csv.gz or .parquet.")]
-Target = Annotated[str, typer.Option("--target", help="The column that is to be predicted.")]
+Files = Annotated[list[Path], typer.Argument(help="One table per site: .csv, .csv.gz or .parquet.")]
+Target = Annotated[str, typer.Option("--target", help="The column to predict.")]
 Objective = Annotated[str, typer.Option("--objective", help="auroc, auprc or accuracy.")]
-Group = Annotated[str, typer.Option("--group", help="A column, such as patient, whose values are never split.")]
-Drop = Annotated[list[str] | None, typer.Option("--drop", help="A column to leave out; may be given several times.")]
-Positive = Annotated[str, typer.Option("--positive", help="The value of the target that counts as positive.")]
-Rounds = Annotated[int, typer.Option("--rounds", help="Communication rounds.")]
-Q = Annotated[int, typer.Option("--q", help="Local steps in a round.")]
-Hidden = Annotated[
-    list[int] | None, typer.Option("--hidden", help="Width of a hidden layer; may be given several times.")
+Group = Annotated[
+    str, typer.Option("--group", help="A column, such as patient; rows with the same value are never split.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="For the split, the start and the batches.")]
+Drop = Annotated[list[str] | None, typer.Option("--drop", help="A column to leave out; repeat for several.")]
+Positive = Annotated[str, typer.Option("--positive", help="The target's positive value.")]
+Rounds = Annotated[int, typer.Option("--rounds", help="Communication rounds.")]
+Q = Annotated[int, typer.Option("--q", help="Local steps per round.")]
+Hidden = Annotated[list[int] | None, typer.Option("--hidden", help="Width of a hidden layer; repeat for several.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the split, the initial model and the batches.")]
 
 
 def train_command(
@@ -36,16 +36,18 @@ def train_command(
     q: Q = 10,
     hidden: Hidden = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="Directory.", show_default="runs/train-TARGET")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output directory.", show_default="runs/train-TARGET")
+    ] = None,
 ) -> None:
-    """Train a model over sites with one table each, compare it with FedAvg and local training, and write a report."""
+    """Train a model across sites, compare it with FedAvg and local training, and write a report."""
     from nestfed.study import export as handover
     from nestfed.study import train
 
-    with _warnings_in_a_line():
+    with _warnings_in_one_line():
         data = train.read_sites(files, target, group=group, drop=drop or (), positive=positive)
         if len(data.classes) == 2:
-            typer.echo(f"{len(data.sites)} sites; {target} = {data.classes[1]} counts as positive.")
+            typer.echo(f"{len(data.sites)} sites; {target} = {data.classes[1]} is the positive class.")
         outcome = train.train(
             data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
         )
@@ -63,11 +65,11 @@ def train_command(
 
 
 def predict_command(
-    model: Annotated[Path, typer.Argument(help="The directory that `nestfed train` wrote.")],
-    file: Annotated[Path, typer.Argument(help="A table with the same columns; the target may be missing.")],
-    out: Annotated[Path, typer.Option("--out", help="Where the probabilities go.")] = Path("predictions.csv"),
+    model: Annotated[Path, typer.Argument(help="Output directory of `nestfed train`.")],
+    file: Annotated[Path, typer.Argument(help="A table with the same columns; the target is optional.")],
+    out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path("predictions.csv"),
 ) -> None:
-    """Write the probabilities of a trained model for the rows of a table."""
+    """Predict probabilities for the rows of a table with a trained model."""
     from nestfed.study import train
 
     rows = train.predict(model, file, out)
@@ -85,19 +87,19 @@ def lr_find_command(
     q: Q = 10,
     hidden: Hidden = None,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("lr.png"),
+    out: Annotated[Path, typer.Option("--out", help="Output file of the plot.")] = Path("lr.png"),
 ) -> None:
-    """Try step sizes in short trainings, judged on validation rows, and draw the metric against them."""
+    """Try step sizes in short runs and plot the validation metric against them."""
     from nestfed.report.drawing import drawable
     from nestfed.study import lr_find, train
 
     kind = train.find_kind(objective)
-    with _warnings_in_a_line():
+    with _warnings_in_one_line():
         data = train.read_sites(files, target, group=group, drop=drop or (), positive=positive)
         estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)
         found = lr_find.lr_find(estimator, data.sites)
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])
-    typer.echo(f"\nbest lr = {found.best:.3g}" + (f"; picture {found.draw(out)}" if drawable() else ""))
+    typer.echo(f"\nbest lr = {found.best:.3g}" + (f"; plot {found.draw(out)}" if drawable() else ""))
 
 
 def _tell(sentence: str) -> None:
@@ -111,8 +113,8 @@ def _table(rows: list[list[str]]) -> None:
 
 
 @contextmanager
-def _warnings_in_a_line() -> Iterator[None]:
-    """Show a warning of ours as one sentence, once."""
+def _warnings_in_one_line() -> Iterator[None]:
+    """Print each nestfed warning once, in one line."""
     from nestfed.study.advice import NestfedWarning
 
     seen: set[str] = set()

@@ -1,1 +1,1 @@
-"""Examples: named data sets, who holds what, and the batches that clients draw."""
+"""Named datasets, tables, partitions over clients, and the batches that clients draw."""

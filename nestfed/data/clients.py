@@ -1,4 +1,4 @@
-"""Clients: who holds which examples, and the batch that each draws at each iteration."""
+"""Clients: which examples each holds, and the batch that each draws at each iteration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nestfed.core import Clients, Data, NestfedError
 from nestfed.data.random import Purpose, Streams
 
 Size = int | Callable[[int], int]
-"""A batch size: a number, or a function of the iteration (a large first batch, say)."""
+"""A batch size: a number, or a function of the iteration (such as a large first batch)."""
 
 
 def size_at(size: Size, t: int) -> int:
@@ -26,35 +26,30 @@ def size_at(size: Size, t: int) -> int:
     return size(t) if callable(size) else size
 
 
-def start_large(B: int, b: int) -> Callable[[int], int]:
-    """Return the batch size B at t = 0 and b later, as the theorems want it."""
-    return lambda t: B if t == 0 else b
-
-
 def every(period: int, large: int, small: int) -> Callable[[int], int]:
-    """Return a large batch size every `period` iterations, as BSpiderBoost wants it."""
+    """Return a large batch size every `period` iterations, as BSpiderBoost requires."""
     return lambda t: large if t % period == 0 else small
 
 
 def without_replacement(generator: np.random.Generator, n: int, size: int) -> np.ndarray:
-    """Draw `size` of n places, each at most once if there are enough."""
+    """Draw `size` of n positions, without repetition if size ≤ n."""
     if size > n:
         return generator.integers(n, size=size)
     return generator.choice(n, size, replace=False, shuffle=False)
 
 
 def mean_rate(y: Tensor, parts: Sequence[np.ndarray]) -> float:
-    """Return the share of positives in what the clients' mean objective averages over: the mean of their own shares.
+    """Return the mean over clients of their share of positives.
 
-    Clients weigh 1/N each whatever their sizes, so this, and not the share in all rows together, is the Pr(y=1)
-    of that mixture. A client sends two counts for it.
+    Every client has weight 1/N, whatever its size, so this is Pr(y=1) in the clients' mean objective; the share in
+    all rows together is not. A client sends two counts for it.
     """
     return fmean(float((y[part] == 1).double().mean()) for part in parts)
 
 
 @dataclass(frozen=True)
 class _Held(Clients):
-    """Clients that hold parts of common arrays. Drawing yields indices, gathering turns them into a batch."""
+    """Clients that hold parts of common arrays: draw indices, gather the rows, assemble a batch."""
 
     arrays: tuple[Tensor, ...]
     parts: Sequence[np.ndarray]
@@ -78,7 +73,7 @@ class _Held(Clients):
 
     @classmethod
     def of(cls, sites: Mapping[str, Sequence[Any]], **options: Any) -> Self:
-        """Make clients from each site's own arrays by name: `Examples.of({"a": (x1, y1), "b": (x2, y2)}, batch=8)`."""
+        """Make clients from each site's arrays, by name: `Examples.of({"a": (x1, y1), "b": (x2, y2)}, batch=8)`."""
         columns = [tuple(torch.as_tensor(array) for array in arrays) for arrays in sites.values()]
         for name, held in zip(sites, columns):
             if len(held) != len(columns[0]):
@@ -101,7 +96,7 @@ class _Held(Clients):
         return len(self.parts[n])
 
     def seeded(self, seed: int) -> Self:
-        """Return these clients with this seed, unless they were given one of their own."""
+        """Return these clients with this seed, unless they already have one."""
         return self if self.seed is not None else replace(self, seed=seed)
 
     def to(self, device: torch.device) -> Self:
@@ -114,7 +109,7 @@ class _Held(Clients):
 
     @abstractmethod
     def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
-        """Turn gathered examples, leading axes (clients, examples), into a batch with first axis `clients`."""
+        """Turn gathered examples, leading axes (clients, examples), into a batch whose first axis is `clients`."""
 
     def sample(self, n: int, t: int) -> Data:
         """Return client n's batch at iteration t."""
@@ -151,18 +146,19 @@ class Examples(_Held):
         return part[without_replacement(generator, len(part), size_at(self.batch, t))]
 
     def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
-        """Return the arrays as they are."""
+        """Return the arrays unchanged."""
         return gathered
 
 
 @dataclass(frozen=True)
 class Balanced(_Held):
-    """Clients for AUROC: batches (x, y, weight) are half positives, half negatives; the arrays are (x, y), y in {0, 1}.
+    """Clients for AUROC: batches (x, y, weight), half positives and half negatives, from arrays (x, y), y in {0, 1}.
 
-    With p_n the client's share of positives, p the mean of all, and k of b examples positive, a positive weighs
-    (p_n/2p)·b/k and a negative ((1−p_n)/2(1−p))·b/(b−k): in the mean over clients every positive counts as it does in
-    plain batches, and so does every negative. A client of one class draws from that class. `p` is given where other
-    clients' rows are not at hand.
+    Let p_n be the client's share of positives, p the mean over clients, and k of b examples positive. A positive has
+    weight (p_n/2p)·b/k and a negative ((1−p_n)/2(1−p))·b/(b−k). In the mean over clients, positives and negatives then
+    count as in plain batches. A client of one class draws from that class.
+
+    p: the mean share; None = computed from the rows of all clients.
     """
 
     batch: Size = field(default=32, kw_only=True)
@@ -180,7 +176,7 @@ class Balanced(_Held):
             object.__setattr__(self, name, value)
 
     def positives(self, n: int, t: int) -> int:
-        """Return how many of client n's batch at iteration t are positives."""
+        """Return the number of positives in client n's batch at iteration t."""
         positives, negatives = self._split[n]  # type: ignore[attr-defined]
         size = size_at(self.batch, t)
         return 0 if not len(positives) else size // 2 if len(negatives) else size
@@ -213,10 +209,10 @@ class Pairs(_Held):
     """Clients for pairwise objectives such as AUPRC: b positives as outer samples, m examples as inner ones.
 
     The arrays are (x, y) with y in {0, 1}. A batch is (outer, inner) with outer = (x⁺, weight) and
-    inner = (x, y, weight), leading axes (1, m): all outer samples look at the same inner ones. The inner batch is
-    stratified, `inner_positives` of m being positives; the weights make its mean an unbiased estimate of the mean
-    over the client's own data. A client without positives has no outer sample: its outer weights are 0 and it
-    teaches nothing. One without negatives fills its inner batch with positives.
+    inner = (x, y, weight), leading axes (1, m): all outer samples share the same inner ones. The inner batch is
+    stratified: `inner_positives` of m are positives, and the weights make its mean an unbiased estimate of the mean
+    over the client's data. A client without positives has outer weights 0 and contributes no gradient. A client
+    without negatives fills its inner batch with positives.
     """
 
     outer: Size = field(default=8, kw_only=True)
@@ -232,7 +228,7 @@ class Pairs(_Held):
             raise NestfedError(f"The inner batch needs at least 2 examples, not {self.inner}.")
         positives = self.inner // 2 if self.inner_positives is None else self.inner_positives
         if not 0 < positives < self.inner:
-            raise NestfedError(f"inner_positives must lie in 1…{self.inner - 1}, not {positives}.")
+            raise NestfedError(f"inner_positives must be in 1…{self.inner - 1}, not {positives}.")
         split = [(part[labels[part] == 1], part[labels[part] == 0]) for part in self.parts]
         if not any(len(p) for p, _ in split):
             raise NestfedError("No client has a positive example: AUPRC is not defined.")
@@ -246,7 +242,7 @@ class Pairs(_Held):
         positives, negatives = self._split[n]  # type: ignore[attr-defined]
         k = self._positives  # type: ignore[attr-defined]
         streams: Streams = self._streams  # type: ignore[attr-defined]
-        # An empty stratum is filled from the other one, with weight 0.
+        # Fill an empty stratum from the other one, with weight 0.
         some, rest = (positives if len(positives) else negatives), (negatives if len(negatives) else positives)
         outer = some[without_replacement(streams.at(Purpose.BATCH, n, t), len(some), size_at(self.outer, t))]
         generator = streams.at(Purpose.INNER, n, t)
@@ -255,7 +251,7 @@ class Pairs(_Held):
         return np.concatenate([outer, first, second])
 
     def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
-        """Cut the rows into outer and inner samples and weigh the strata by each client's own positive rate."""
+        """Split the rows into outer and inner samples; weight the strata by each client's positive rate."""
         x, y = gathered
         b, k, m = size_at(self.outer, t), self._positives, self.inner  # type: ignore[attr-defined]
         kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()

@@ -1,9 +1,10 @@
-"""From a table to model inputs: align columns, one feature per category, fill gaps, scale; all of it from sums.
+"""From a table to model inputs: align columns, encode categories, fill missing values, scale.
 
 A table is an array of numbers and a schema. A column of numbers is one feature, NaN where missing. A column of text is
-one 0/1 feature per category, all 0 where missing. Sites that keep their rows agree on one `TableEncoding` in two steps:
-each sends `Sums` of its training rows, which `merge` adds up to the common schema and means; then each sends the squared
-differences from these means (`TableEncoding.squares`), which `finish` turns into deviations.
+one 0/1 feature per category, all 0 where missing. Sites agree on one `TableEncoding` in two steps without sharing rows:
+
+1. Each sends `Sums` of its training rows; `merge` computes the common schema and the means.
+2. Each sends the squared differences from these means (`TableEncoding.squares`); `finish` computes the deviations.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Column:
 
     name: str
     categories: tuple[str, ...] | None = None
-    """None for numbers; empty for text of which no row is known."""
+    """None for numbers; empty for text without any known value."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -59,17 +60,17 @@ def schema_to_json(schema: Schema) -> list[Any]:
 
 
 def schema_from_json(found: Any) -> Schema:
-    """Return the schema that `schema_to_json` wrote; a ValueError if it is none."""
+    """Return the schema that `schema_to_json` wrote; raise a ValueError if it is invalid."""
     schema = tuple(Column(name, None if known is None else tuple(known)) for name, known in found)
     texts = [text for c in schema for text in (c.name, *(c.categories or ()))]
     if not all(isinstance(text, str) for text in texts) or len({c.name for c in schema}) < len(schema):
-        raise ValueError("expected pairs of a name, different for every column, and its categories or null")
+        raise ValueError("expected pairs of a unique column name and its categories or null")
     return schema
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What a site shares of its training rows: its schema, how many rows, and each feature's known count and sum."""
+    """What a site shares about its training rows: schema, number of rows, and per feature the known count and sum."""
 
     schema: Schema
     rows: int
@@ -78,13 +79,13 @@ class Sums:
 
     @classmethod
     def of(cls, x: np.ndarray, schema: Schema) -> Sums:
-        """Count and add up."""
+        """Compute the sums of one site."""
         values = flat(x).astype(np.float64)
         known = np.isfinite(values)
         return cls(schema, len(x), known.sum(0).astype(np.int64), np.where(known, values, 0.0).sum(0))
 
     def aligned(self, schema: Schema, site: str) -> np.ndarray:
-        """Return known counts and sums in a common order. A category that this site never met is 0 in every row."""
+        """Return known counts and sums in a common order. A category that this site lacks is 0 in every row."""
         own = np.stack([self.known, self.total])
         never, gap = np.array([[self.rows], [0]]), np.zeros((2, 1))
         return np.concatenate([own, never, gap], 1)[:, _positions(schema, self.schema, site)]
@@ -97,10 +98,10 @@ def flat(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TableEncoding:
-    """What turns any site's table into model inputs: the common columns, and how their features are scaled.
+    """Turns any site's table into model inputs: the common columns, and the scale of their features.
 
-    A missing value becomes the mean. `gaps` are the features that are missing somewhere in the training rows: each gets a
-    further input "is missing", since in clinical tables a gap says more than the imputed value.
+    A missing value becomes the mean. `gaps` marks the features with missing values in the training rows. Each gets an
+    extra input "is missing", which in clinical tables is often more informative than the imputed value.
     """
 
     schema: Schema
@@ -108,7 +109,7 @@ class TableEncoding:
     deviation: np.ndarray
     gaps: np.ndarray
     scaled: bool = True
-    """False: leave numbers as they are, and reject missing ones."""
+    """False: do not scale, and reject missing values."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -124,7 +125,7 @@ class TableEncoding:
     def align(self, x: np.ndarray, schema: Schema, where: str = "The table") -> np.ndarray:
         """Return a table's features in the common order; `where` names the table in errors.
 
-        A category that this table never met is 0. A column that it lacks, or one of another kind, is an error.
+        A category that this table lacks is 0. A missing column, or one of another kind, is an error.
         """
         values = flat(x)
         at, place = _positions(self.schema, schema, where), _places(schema)
@@ -133,12 +134,12 @@ class TableEncoding:
             if column.categories is not None and own.categories is None and np.isfinite(values[:, first]).any():
                 raise NestfedError(f"{where} holds numbers in column {column.name!r}, which is text elsewhere.")
         if at == list(range(values.shape[1])):
-            return values.astype(np.float64)  # spares a copy of what may be large
+            return values.astype(np.float64)  # avoids a copy of a large array
         never, gap = np.zeros((len(values), 1)), np.full((len(values), 1), np.nan)
         return np.concatenate([values, never, gap], 1, dtype=np.float64)[:, at]
 
     def squares(self, x: np.ndarray, schema: Schema, where: str = "The table") -> np.ndarray:
-        """Return each feature's sum of squared differences from the common mean: what a site shares second."""
+        """Return each feature's sum of squared differences from the common mean, which a site sends in step 2."""
         values = self.align(x, schema, where)
         squares: np.ndarray = (np.where(np.isfinite(values), values - self.mean, 0.0) ** 2).sum(0)
         return squares
@@ -149,7 +150,7 @@ class TableEncoding:
         if self.scaled:
             made = standardised(values, torch.from_numpy(self.mean), torch.from_numpy(self.deviation), self.marked)
         elif not bool(torch.isfinite(values).all()):
-            raise NestfedError(f"{where} contains NaN: leave standardize=True, which fills in what is missing.")
+            raise NestfedError(f"{where} contains NaN: keep standardize=True, which fills in missing values.")
         else:
             made = values.float()
         return made if x.ndim == 2 else made.reshape(x.shape)
@@ -160,31 +161,31 @@ class TableEncoding:
         return [int(i) for i in np.flatnonzero(self.gaps)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
+        """Return the encoding as JSON."""
         numbers = {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "gaps": self.gaps.tolist()}
         return {"kind": "table", "columns": schema_to_json(self.schema), **numbers, "scaled": self.scaled}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> TableEncoding:
-        """Return what `to_json` wrote."""
+        """Return the encoding that `to_json` wrote."""
         mean, deviation = np.array(found["mean"], np.float64), np.array(found["deviation"], np.float64)
         schema, gaps = schema_from_json(found["columns"]), np.array(found["gaps"], bool)
         return cls(schema, mean, deviation, gaps, bool(found["scaled"]))
 
 
 NO_TABLE = TableEncoding((), np.zeros(0), np.zeros(0), np.zeros(0, bool))
-"""The encoding of examples that are no table, such as images."""
+"""The encoding of examples that are not tables, such as images."""
 
 
 def encode(tables: Mapping[str, tuple[np.ndarray, Schema]], *, mark_gaps: bool = True) -> TableEncoding:
-    """Return the encoding that sites agree on, given their training rows by site."""
+    """Return the common encoding of several sites, given their training rows by site."""
     sums = {f"Site {name}": Sums.of(x, schema) for name, (x, schema) in tables.items()}
     found = merge(sums, mark_gaps=mark_gaps)
     return finish(found, [found.squares(x, schema, f"Site {name}") for name, (x, schema) in tables.items()], sums)
 
 
 def merge(sites: Mapping[str, Sums], *, mark_gaps: bool = True) -> TableEncoding:
-    """Return the common schema and means; names such as "Site a" are for errors. `finish` adds the deviations."""
+    """Return the common schema and means; keys such as "Site a" are for errors. `finish` adds the deviations."""
     schema = common_schema(sites)
     known, total = _totals(schema, sites)
     gaps = known < sum(sums.rows for sums in sites.values())
@@ -192,7 +193,7 @@ def merge(sites: Mapping[str, Sums], *, mark_gaps: bool = True) -> TableEncoding
 
 
 def finish(encoding: TableEncoding, squares: Iterable[np.ndarray], sites: Mapping[str, Sums]) -> TableEncoding:
-    """Return the encoding with the deviations that the sites' squared differences make."""
+    """Return the encoding with deviations computed from the sites' squared differences."""
     known, _ = _totals(encoding.schema, sites)
     variance = sum(squares, np.zeros(len(known))) / np.maximum(known, 1)
     return replace(encoding, deviation=deviation(variance, encoding.mean))
@@ -206,7 +207,7 @@ def _totals(schema: Schema, sites: Mapping[str, Sums]) -> np.ndarray:
 def common_schema(sites: Mapping[str, Sums]) -> Schema:
     """Return the columns in the order of the first site, with all sites' categories in alphabetical order.
 
-    Every site must have every column. A column without any known value goes with numbers and with text.
+    Every site must have every column. A column without any known value is compatible with numbers and with text.
     """
     kinds: dict[str, dict[str, str]] = {}
     categories: dict[str, set[str]] = {}
@@ -236,7 +237,7 @@ def common_schema(sites: Mapping[str, Sums]) -> Schema:
 
 
 def _inside(where: str) -> str:
-    """Return a name as it stands inside a sentence."""
+    """Return a name as written inside a sentence."""
     return where[:1].lower() + where[1:]
 
 
@@ -250,7 +251,7 @@ def _places(schema: Schema) -> dict[str, tuple[Column, int]]:
 
 
 def _positions(schema: Schema, own: Schema, where: str) -> list[int]:
-    """Return where each common feature is among a table's own; one past the end: category never met; two: gap."""
+    """Return each common feature's position in a table; width = the table lacks the category, width + 1 = missing."""
     place = _places(own)
     width = sum(map(len, own))
     never, gap = width, width + 1
@@ -270,16 +271,16 @@ def _positions(schema: Schema, own: Schema, where: str) -> list[int]:
 
 
 def deviation(variance: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Return the square root, and 1 for a feature that is constant up to rounding."""
+    """Return the square root of the variance, or 1 for a feature that is constant up to rounding."""
     found = np.sqrt(variance)
     return np.where(found <= 1e-12 * np.maximum(np.abs(mean), 1), 1.0, found)
 
 
 def standardised(x: Tensor, mean: Tensor, deviation: Tensor, gaps: Sequence[int]) -> Tensor:
-    """Scale features, fill what is missing with the mean, and add "is missing" for the features in `gaps`.
+    """Scale features, fill missing values with the mean, and add "is missing" for the features in `gaps`.
 
-    A value further than `FAR` deviations from the mean counts as that far: a typing error, or a rare 0/1 feature scaled
-    to 50, would otherwise decide which step size is stable.
+    Values are clipped at `FAR` deviations from the mean. Otherwise a typing error, or a rare 0/1 feature scaled to 50,
+    would determine the largest stable step size.
     """
     values = x.double()
     missing = ~torch.isfinite(values)

@@ -1,4 +1,4 @@
-"""Published files: where they are looked for, how they are verified and downloaded, which there are."""
+"""Published files: find, verify and download them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import IO
 from nestfed.core import NestfedError
 
 CHUNK = 1 << 20
-TRIES = 4  # a connection that breaks is taken up again where it broke, this many times in all
+TRIES = 4  # attempts in all; a broken connection is resumed where it broke
 TIMEOUT = 30.0  # seconds without a byte
 
-Progress = Callable[[str, int, int], None]  # file name, bytes so far, bytes in all
+Progress = Callable[[str, int, int], None]  # file name, bytes so far, total bytes
 
 
 @dataclass(frozen=True)
 class File:
-    """One published file, known by its bytes: name in the data set's folder, size, sha256, public address."""
+    """One published file: name in the dataset's folder, size, sha256, public address."""
 
     name: str
     size: int
@@ -36,32 +36,32 @@ class File:
 
 @dataclass(frozen=True)
 class Found:
-    """A complete set of files of one data set in one folder."""
+    """A complete set of files of one dataset in one folder."""
 
     folder: Path
     files: tuple[File, ...]
 
     def path(self, name: str) -> Path:
-        """Return where the file called `name` lies."""
+        """Return the path of the file called `name`."""
         return self.folder / name
 
 
 def published(table: str, url: str | None = None) -> tuple[File, ...]:
-    """Return the files of a table of lines `sha256 size name`, to be had from `url/name`."""
+    """Return the files listed in lines `sha256 size name`, available at `url/name`."""
     rows = [line.split() for line in table.split("\n") if line]
     return tuple(File(name, int(size), sha256, url and f"{url}/{name}") for sha256, size, name in rows)
 
 
 class _NotThereError(Exception):
-    """The server answers, but does not have this file."""
+    """The server does not have this file."""
 
 
 class _WrongFileError(NestfedError):
-    """The server has a file of this name, but not the published one."""
+    """The server's file of this name is not the published one."""
 
 
 class _BrokenOffError(Exception):
-    """The connection ended early; what has arrived is kept."""
+    """The connection ended early; the bytes received so far are kept."""
 
 
 def cache_folder() -> Path:
@@ -74,9 +74,9 @@ def cache_folder() -> Path:
 
 
 def find(folder: Path, name: str, forms: Sequence[tuple[File, ...]]) -> Found | None:
-    """Return the first form of a data set that is complete in `folder/name` or in `folder` itself.
+    """Return the first form of a dataset that is complete in `folder/name` or in `folder` itself.
 
-    Forms may share file names: one whose sizes fit goes before one whose names fit, which will be refused later.
+    Forms may share file names, so a form with matching sizes is preferred; verification rejects the others later.
     """
     for fits in (lambda path, file: path.stat().st_size == file.size, lambda path, file: True):
         for form in forms:
@@ -88,7 +88,7 @@ def find(folder: Path, name: str, forms: Sequence[tuple[File, ...]]) -> Found | 
 
 
 def problem(path: Path, file: File) -> str | None:
-    """Return one sentence on what is wrong with a file, or None if it is byte for byte the published one."""
+    """Return what is wrong with a file in one sentence, or None if it is identical to the published one."""
     try:
         size = path.stat().st_size
         if size != file.size:
@@ -99,11 +99,11 @@ def problem(path: Path, file: File) -> str | None:
             return None
     except OSError as e:
         return f"{path} cannot be read ({e.strerror or e}), expected a file of {file.size:,} bytes."
-    return f"{path} {found}, expected {expected} as published: replace it by a fresh copy."
+    return f"{path} {found}, expected {expected} as published: replace it with a fresh copy."
 
 
 def verify(found: Found) -> None:
-    """Refuse files that are not byte for byte the published ones."""
+    """Reject files that are not identical to the published ones."""
     for file in found.files:
         if sentence := problem(found.path(file.name), file):
             raise NestfedError(sentence)
@@ -116,16 +116,16 @@ def fetch(
     mirror: str | None = None,
     progress: Progress | None = None,
 ) -> Found:
-    """Download one complete form of a data set into `folder/name`, from the publishers or from a mirror.
+    """Download one complete form of a dataset into `folder/name`, from the publishers or from a mirror.
 
-    A mirror is the address of a folder laid out like NESTFED_DATA (`<mirror>/<name>/<file>`), so any
-    static web server over such a folder will do; it may hold whichever form it likes.
+    A mirror is the address of a folder laid out like NESTFED_DATA (`<mirror>/<name>/<file>`). Any static web
+    server over such a folder works, and it may hold any of the forms.
     """
     mirror = mirror or os.environ.get("NESTFED_MIRROR")
     offered = [form for form in forms if mirror or all(file.url for file in form)]
     if not offered:
         raise NestfedError(
-            f"Data set {name} cannot be downloaded: put {_listed(forms[0])} in a folder '{name}' below NESTFED_DATA."
+            f"Dataset {name} cannot be downloaded: put {_listed(forms[0])} in a folder '{name}' below NESTFED_DATA."
         )
     tried: list[str] = []
     wrong: _WrongFileError | None = None
@@ -138,28 +138,28 @@ def fetch(
                     download(file, url, folder / name, report)
             except _NotThereError:
                 continue
-            except _WrongFileError as e:  # the next form may be the one that is there
+            except _WrongFileError as e:  # the server may have the next form
                 wrong = e
                 continue
             return Found(folder / name, form)
     if wrong:
         raise wrong
     raise NestfedError(
-        f"Data set {name} was not found at {', '.join(tried)}: give another address in NESTFED_MIRROR, "
+        f"Dataset {name} was not found at {', '.join(tried)}: set NESTFED_MIRROR to another address, "
         f"or put {_listed(forms[0])} in a folder '{name}' below NESTFED_DATA."
     )
 
 
 def download(file: File, url: str, folder: Path, progress: Progress | None = None) -> Path:
-    """Download one file, taking up an earlier attempt, and give it its name only after verification."""
+    """Download one file, resuming an earlier attempt, and give it its name only after verification."""
     if not url.startswith(("http://", "https://")):
-        raise NestfedError(f"Address {url!r} cannot be downloaded from: expected one that begins with https://.")
+        raise NestfedError(f"Cannot download from {url!r}: expected an address that begins with https://.")
     final, part = folder / file.name, folder / f"{file.name}.part"
     report = progress or (lambda *_: None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
-            if final.is_file() and problem(final, file) is None:  # perhaps another process was quicker
+            if final.is_file() and problem(final, file) is None:  # another process may have downloaded it
                 return final
             with part.open("ab") as out:
                 sentence = _fill(file, url, part, out, report)
@@ -177,7 +177,7 @@ def download(file: File, url: str, folder: Path, progress: Progress | None = Non
 
 
 def _fill(file: File, url: str, part: Path, out: IO[bytes], report: Progress) -> str | None:
-    """Receive the whole file, and return what is wrong with it, if anything."""
+    """Receive the whole file; return what is wrong with it, or None."""
     resumed = part.stat().st_size > 0
     _receive(file, url, out, report)
     if resumed and _sha256(part) != file.sha256:  # the old beginning may belong to another version of the file
@@ -192,7 +192,7 @@ def _fill(file: File, url: str, part: Path, out: IO[bytes], report: Progress) ->
 
 
 def _receive(file: File, url: str, out: IO[bytes], report: Progress) -> None:
-    """Fill `out` up to the published size, reconnecting where the connection broke."""
+    """Fill `out` up to the published size, resuming broken connections."""
     reason = ""
     for _ in range(TRIES):
         try:
@@ -203,7 +203,7 @@ def _receive(file: File, url: str, out: IO[bytes], report: Progress) -> None:
     have = out.seek(0, os.SEEK_END)
     raise NestfedError(
         f"Download of {url} stopped after {have:,} of {file.size:,} bytes ({reason}): "
-        f"check the network and try again, it goes on from there."
+        f"check the network and try again to resume."
     )
 
 
@@ -238,7 +238,7 @@ def _receive_once(file: File, url: str, out: IO[bytes], report: Progress) -> Non
         e.close()
         if e.code in (404, 410):
             raise _NotThereError(url) from e
-        if e.code == 416:  # what we have is no beginning of what they have
+        if e.code == 416:  # our part does not match the server's file
             out.truncate(0)
         raise _BrokenOffError(f"HTTP {e.code} {e.reason}") from e
     except urllib.error.URLError as e:
@@ -251,11 +251,11 @@ def _receive_once(file: File, url: str, out: IO[bytes], report: Progress) -> Non
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time download into a folder, where the system has such locks.
+    """Let one process at a time download into a folder, if the system has file locks.
 
-    Elsewhere two at once may spoil each other's download, which the checksum then notices.
+    Without locks two processes may corrupt each other's download; the checksum detects it.
     """
-    with (folder / ".lock").open("ab") as lock:  # stays there: a lock that is removed is no lock
+    with (folder / ".lock").open("ab") as lock:  # never deleted: others may wait for this very file
         if sys.platform != "win32":
             import fcntl
 
@@ -265,7 +265,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Progress | None]:
-    """Offer a progress bar on a terminal, and nothing elsewhere."""
+    """Show a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -293,8 +293,8 @@ def _listed(form: Sequence[File]) -> str:
     return ", ".join(file.name for file in form)
 
 
-# The published files, as sha256, size and name, in every form that is accepted. Omniglot: the archives of the
-# origin, and the same images stored without compression.
+# The published files as sha256, size and name, in every accepted form. Omniglot: the original archives, and the same
+# images stored without compression.
 MNIST_GZ = published(
     """
 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609 9912422 train-images-idx3-ubyte.gz

@@ -1,6 +1,6 @@
-"""File formats: from the bytes of a published file to arrays, trusting nothing that the bytes say of themselves.
+"""File formats: decode published files into arrays without trusting their content.
 
-Every reader knows beforehand how much it may produce. Nothing is unpickled, nothing is extracted to disk.
+Every reader limits its output in advance. Nothing is unpickled or extracted to disk.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ END_OF_LINE = "<eos>"
 
 
 def refuse(path: Path | str, found: str, expected: str) -> NestfedError:
-    """Return the error that says what was found in a file and what was expected."""
-    return NestfedError(f"{path} {found}, expected {expected}: replace it by a fresh copy.")
+    """Return the error for a file with unexpected content."""
+    return NestfedError(f"{path} {found}, expected {expected}: replace it with a fresh copy.")
 
 
 @contextlib.contextmanager
 def reading(path: Path, expected: str) -> Iterator[None]:
-    """Turn whatever a decoder raises on damaged bytes into one sentence that names the file."""
+    """Turn any exception of a decoder into an error that names the file."""
     try:
         yield
     except NestfedError:
         raise
-    except Exception as e:  # decoders of damaged bytes raise nearly everything, from struct.error to SyntaxError
+    except Exception as e:  # damaged bytes raise anything from struct.error to SyntaxError
         raise refuse(path, f"cannot be read ({_brief(e)})", expected) from e
 
 
 def unpack(path: Path, limit: int) -> bytes:
-    """Return the content of a plain, .gz or .xz file, refusing to produce more than `limit` bytes."""
+    """Return the content of a plain, .gz or .xz file; reject more than `limit` bytes."""
     with reading(path, f"{limit:,} bytes of content"):
         if path.suffix == ".gz":
             with gzip.open(path) as stream:
@@ -113,15 +113,15 @@ def read_tar(path: Path, names: Sequence[str], size: int) -> list[bytes]:
 def read_omniglot(path: Path, images: int) -> tuple[Pixels, tuple[tuple[str, str], ...]]:
     """Decode an Omniglot ZIP to 28×28 with ink 255 on 0, and the (alphabet, character) of each image.
 
-    Images are sorted by path. 105 is 3.75 × 28, so each new pixel is the mean over 3.75×3.75 old ones:
-    in quarters of a pixel the weights are whole numbers, and the result is the same on every machine.
+    Images are sorted by path. 105 is 3.75 × 28, so each new pixel is the mean of 3.75×3.75 old ones. In quarters
+    of a pixel the weights are whole numbers, so the result is the same on every machine.
     """
     weights = np.kron(np.eye(28), np.ones((1, 15))).reshape(28, 105, 4).sum(2).astype(np.float32)
     pattern = re.compile(r"(?:.*/)?([^/]+)/(character\d+)/[^/]+\.png")
     with _zip(path) as archive:
         members = _matching(path, archive, pattern, images)
         x = np.empty((images, 1, 28, 28), np.uint8)
-        for begin in range(0, images, 512):  # in pieces, so that full-size images never fill the memory
+        for begin in range(0, images, 512):  # in pieces, to save memory
             some = members[begin : begin + 512]
             ink = np.stack([_pixels(path, archive, info, "PNG", "L", (105, 105)) == 0 for info, _ in some])
             quarters = weights @ ink.astype(np.float32) @ weights.T  # whole numbers up to 15 · 15
@@ -160,7 +160,7 @@ def read_tiny_imagenet(
 
 
 def read_words(path: Path, limit: int, vocabulary: dict[str, int], grow: bool) -> Tokens:
-    """Read text as word numbers, `<eos>` after each line; new words are numbered as they come, or are `<unk>`."""
+    """Read text as word numbers with `<eos>` after each line; new words get the next number, or `<unk>`."""
     content = unpack(path, limit)
     with reading(path, "UTF-8 text"):
         lines = content.decode("utf-8").split("\n")
@@ -180,7 +180,7 @@ def read_words(path: Path, limit: int, vocabulary: dict[str, int], grow: bool) -
 
 
 def read_npz(path: Path, limit: int) -> dict[str, npt.NDArray[Any]]:
-    """Read all arrays of an .npz, comparing each header with the real bytes before making the array."""
+    """Read all arrays of an .npz; check each header against the actual bytes before making the array."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     with _zip(path) as archive:
         for info in archive.infolist():
@@ -202,10 +202,10 @@ def read_npz(path: Path, limit: int) -> dict[str, npt.NDArray[Any]]:
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, npt.NDArray[Any]], note: Any) -> None:
-    """Keep arrays, one .npy each, and a note in a folder, for `read_arrays`.
+    """Write arrays, one .npy each, and a note to a folder, for `read_arrays`.
 
-    Every file is written under a name of its own and then renamed, the index last, so that readers see the
-    old or the new; two processes that decode the same files at once write the same bytes.
+    Every file is written under a temporary name and then renamed, the index last, so readers see either the
+    old or the new one. Two processes that decode the same files at once write the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sums: dict[str, int] = {}
@@ -230,15 +230,15 @@ def read_arrays(folder: Path) -> tuple[dict[str, npt.NDArray[Any]], Any] | None:
             path = folder / f"{name}.npy"
             if _crc(path) != expected:
                 return None
-            # a plain array over the map: the subclass memmap only makes indexing slower
+            # a plain array over the map: indexing a np.memmap is slower
             arrays[name] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
         return arrays, index["note"]
-    except Exception:  # damaged bytes raise nearly everything in a decoder; what is damaged is decoded anew
+    except Exception:  # damaged bytes raise anything; decode the files again
         return None
 
 
 def bounded(stream: io.BufferedIOBase, path: Path, limit: int) -> IO[bytes]:
-    """Return a stream that refuses to be read beyond `limit` bytes."""
+    """Return a stream that fails when read beyond `limit` bytes."""
     return io.BufferedReader(_Bounded(stream, path, limit))
 
 
@@ -279,7 +279,7 @@ def _zip(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, limit: int) -> bytes:
-    """Read one member in memory; its checksum is verified by zipfile at its end."""
+    """Read one member into memory; zipfile verifies its checksum."""
     with archive.open(info) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:

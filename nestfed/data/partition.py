@@ -1,8 +1,8 @@
-"""Who holds what: splitting the rows of a data set over clients.
+"""Split the rows of a dataset over clients.
 
-A partition is a plain list with one array of row numbers per client: int64, in increasing order. Every
-function is pure: the same arguments and the same ``seed`` give the same partition on every machine, and
-nothing here touches numpy's global generator. Labels may be numbers or text; a class is a distinct label.
+A partition is a list with one array of row numbers per client: int64, in increasing order. Every function is pure:
+the same arguments and ``seed`` give the same partition on every machine, and numpy's global generator is not used.
+Labels may be numbers or text; a class is a distinct label.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def even(n: int, clients: int, seed: int) -> list[Indices]:
 def similar(labels: npt.ArrayLike, clients: int, similarity: float, seed: int) -> list[Indices]:
     """Give each client a fraction ``similarity`` of its rows i.i.d., the rest from the rows sorted by label.
 
-    The rule of SCAFFOLD (Karimireddy et al. 2020), used by FAFED with 0.95: ⌊similarity·n + ½⌋ rows drawn at
-    random are dealt evenly; the others, sorted by label, are cut into consecutive pieces, the first for
-    client 0. Sizes differ by at most one, and so do the i.i.d. shares. 1 is ``even``, 0 is fully sorted.
+    This is the rule of SCAFFOLD (Karimireddy et al. 2020); FAFED uses 0.95. ⌊similarity·n + ½⌋ random rows are
+    dealt evenly. The others are sorted by label and cut into consecutive pieces, the first for client 0. Sizes
+    differ by at most one, and so do the i.i.d. shares. 1 is ``even``, 0 is fully sorted.
     """
     _, codes = _classes(labels)
     n, clients = _clients(len(codes), clients)
     if not 0 <= similarity <= 1:
-        raise NestfedError(f"similar: similarity must lie between 0 and 1, not {similarity}.")
+        raise NestfedError(f"similar: similarity must be between 0 and 1, not {similarity}.")
     order = _generator(seed, "similar").permutation(n)
     drawn = _rounded(similarity * n)
     rest = order[drawn:]
     rest = rest[np.argsort(codes[rest], kind="stable")]
     owner = np.empty(n, dtype=np.int64)
     owner[order[:drawn]] = np.arange(drawn) % clients
-    # What a client may hold less what it already holds; never negative, because drawn ≤ n.
+    # Each client's final size minus its i.i.d. rows; never negative, because drawn ≤ n.
     room = _even_sizes(n, clients) - _even_sizes(drawn, clients)
     owner[rest] = np.repeat(np.arange(clients), room)
     return _parts(owner, clients)
@@ -57,8 +57,8 @@ def similar(labels: npt.ArrayLike, clients: int, similarity: float, seed: int) -
 def all_classes(labels: npt.ArrayLike, clients: int, seed: int) -> list[Indices]:
     """Give every client some of every class, in random unequal proportions (moderate heterogeneity).
 
-    Each class is shuffled and cut at ``clients − 1`` distinct places drawn uniformly: all ways of giving
-    everyone at least one example are equally likely, and for large classes the shares are Dirichlet(1).
+    Each class is shuffled and cut at ``clients − 1`` distinct uniform positions. All splits that give everyone at
+    least one example are equally likely; for large classes the shares are Dirichlet(1).
     """
     classes, codes = _classes(labels)
     n, clients = _clients(len(codes), clients)
@@ -79,10 +79,10 @@ def all_classes(labels: npt.ArrayLike, clients: int, seed: int) -> list[Indices]
 def k_classes(labels: npt.ArrayLike, clients: int, k: int, seed: int) -> list[Indices]:
     """Give every client examples of exactly ``k`` classes; every class and every example is used.
 
-    The ``clients·k`` places go to the classes in proportion to their sizes (d'Hondt, at least one each), the
-    clients draw their classes at random, and each class is split evenly over its holders, the odd examples
-    to the smallest of them. With classes of one size and ``clients·k`` a multiple of their number all
-    clients are equal up to such odd examples.
+    The ``clients·k`` places are assigned to classes in proportion to their sizes (d'Hondt, at least one each).
+    Clients draw their classes at random. Each class is split evenly over its holders; leftover examples go to the
+    smallest holders. If all classes have one size and ``clients·k`` is a multiple of their number, client sizes
+    differ only by leftovers.
     """
     classes, codes = _classes(labels)
     n, clients = _clients(len(codes), clients)
@@ -115,7 +115,7 @@ def k_classes(labels: npt.ArrayLike, clients: int, k: int, seed: int) -> list[In
 
 
 def _holders(sizes: Indices, clients: int, k: int) -> Indices:
-    """How many clients hold each class: d'Hondt's division of ``clients·k`` places."""
+    """Return the number of clients that hold each class: d'Hondt's division of ``clients·k`` places."""
     most = np.minimum(sizes, clients)
     places = np.ones_like(sizes)
     for _ in range(clients * k - len(sizes)):
@@ -126,9 +126,9 @@ def _holders(sizes: Indices, clients: int, k: int) -> Indices:
 def _draw_holders(places: Indices, clients: int, k: int, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
     """Draw a clients × classes table with ``k`` entries in each row and ``places[c]`` in column c.
 
-    A class with as many places as there are clients left must be taken now; anything else may be. As no
-    class has more places than clients left, and the places left are k times the clients left, the draw
-    never runs into a dead end.
+    A client must take a class whose remaining places equal the remaining clients; it draws the rest at random.
+    No class has more places than remaining clients, and k places remain per remaining client, so the draw never
+    reaches a dead end.
     """
     left = places.copy()
     holds = np.zeros((clients, len(places)), dtype=np.bool_)
@@ -145,15 +145,15 @@ def _draw_holders(places: Indices, clients: int, k: int, rng: np.random.Generato
 def dirichlet(labels: npt.ArrayLike, clients: int, alpha: float, seed: int, minimum: int = 1) -> list[Indices]:
     """Split each class over the clients in proportions drawn from Dirichlet(``alpha``, …, ``alpha``).
 
-    Small ``alpha`` means few clients per class, large ``alpha`` an even split. A client left with fewer than
-    ``minimum`` rows takes single random rows from whoever holds most at the time: unlike redrawing until all
-    is well, this ends for every ``alpha`` and changes as few rows as possible.
+    Small ``alpha`` means few clients per class, large ``alpha`` an even split. A client with fewer than
+    ``minimum`` rows takes single random rows from the currently largest client. Unlike redrawing, this terminates
+    for every ``alpha`` and moves the fewest rows.
     """
     classes, codes = _classes(labels)
     n, clients = _clients(len(codes), clients)
     minimum = _whole("dirichlet: minimum", minimum, 1)
     if not 1e-6 <= alpha <= 1e6:
-        raise NestfedError(f"dirichlet: alpha must lie between 1e-6 and 1e6, not {alpha}.")
+        raise NestfedError(f"dirichlet: alpha must be between 1e-6 and 1e6, not {alpha}.")
     if n < clients * minimum:
         raise NestfedError(
             f"dirichlet: {n} rows are too few for {clients} clients with at least {minimum} each; "
@@ -180,13 +180,13 @@ def dirichlet(labels: npt.ArrayLike, clients: int, alpha: float, seed: int, mini
 def by_column(
     values: Iterable[Any], smallest: int = 1, fallback: Iterable[Any] | None = None
 ) -> tuple[list[Indices], list[str]]:
-    """Make one client per value of a column (hospital, region, alphabet), and return also their names.
+    """Make one client per value of a column (hospital, region, alphabet); also return the clients' names.
 
-    Clients come sorted by value: as numbers if all are numbers, otherwise as text, and rows without a value
-    (None, NaN, empty) last as "missing". Groups of fewer than ``smallest`` rows are merged: those that share
-    a value of ``fallback``, a second and coarser column such as the region, into "small: <that value>", and
-    what is still too small, or all of it without ``fallback``, into "small: rest". If that has fewer than
-    ``smallest`` rows the smallest of the merged groups joins it; if there is none the request is refused.
+    Clients are sorted by value: as numbers if all are numbers, otherwise as text. Rows without a value (None, NaN,
+    empty) come last as "missing". Groups of fewer than ``smallest`` rows are merged: first by ``fallback``, a
+    coarser column such as the region, into "small: <its value>"; then all that are still too small into
+    "small: rest". If that group has fewer than ``smallest`` rows, the smallest merged group joins it; if there is
+    none, the call fails.
     """
     names, codes = _values(values)
     smallest = _whole("by_column: smallest", smallest, 1)
@@ -217,12 +217,12 @@ def by_column(
 
 
 def _values(values: Iterable[Any]) -> tuple[list[str], Indices]:
-    """Return the distinct values of a column in order, as text, and each row's place among them."""
+    """Return the distinct values of a column in order, as text, and each row's index among them."""
     text = [_text(v) for v in values]
     if not text:
         raise NestfedError("The column has no rows; give one value per example.")
     present = sorted({t for t in text if t != "missing"})
-    with suppress(ValueError):  # not all are numbers: they stay in the order of text
+    with suppress(ValueError):  # not all are numbers: keep the order of text
         present = sorted(present, key=float)
     names = present + ["missing"] * ("missing" in text)
     place = {name: i for i, name in enumerate(names)}
@@ -241,7 +241,7 @@ def _text(value: Any) -> str:
 def binary(labels: npt.ArrayLike, positive: Iterable[Any] | None = None) -> Indices:
     """Turn classes into 0/1 labels: 1 for the classes in ``positive``, by default the second half.
 
-    Classes are halved in sorted order; of an odd number, the middle one is positive.
+    The default splits the sorted classes in half; the middle one of an odd number is positive.
     """
     classes, codes = _classes(labels)
     chosen = classes[len(classes) // 2 :] if positive is None else np.unique(np.asarray(list(positive)))
@@ -250,7 +250,7 @@ def binary(labels: npt.ArrayLike, positive: Iterable[Any] | None = None) -> Indi
         raise NestfedError(f"binary: positive class {unknown[0]} is not among the labels {_some(classes)}.")
     if not 0 < len(chosen) < len(classes):
         raise NestfedError(
-            f"binary: {len(chosen)} of {len(classes)} classes are positive; both sides need at least one."
+            f"binary: {len(chosen)} of {len(classes)} classes are positive; both labels need at least one."
         )
     return np.isin(classes, chosen)[codes].astype(np.int64)
 
@@ -258,7 +258,7 @@ def binary(labels: npt.ArrayLike, positive: Iterable[Any] | None = None) -> Indi
 def remove(labels01: npt.ArrayLike, side: int, fraction: float, seed: int) -> Indices:
     """Return the rows kept when a random ``fraction`` of the examples labelled ``side`` (0 or 1) is removed.
 
-    Exactly ⌊fraction·count + ½⌋ of them go. The papers remove 0.8 of one side, from the training set only.
+    Exactly ⌊fraction·count + ½⌋ of them are removed. The papers remove 0.8 of one label, from the training set only.
     """
     classes, codes = _classes(labels01)
     if not np.isin(classes, [0, 1]).all():
@@ -288,13 +288,14 @@ def hold_out(
 ) -> tuple[Indices, Indices]:
     """Split rows 0 … n−1 at random into (train, held), both in increasing order.
 
-    Alone: ⌊fraction·n + ½⌋ rows are held. With ``labels``: the same number, and of each class ``fraction`` of
-    its rows rounded up or down (largest remainder). With ``groups``, such as patients: whole groups are held,
-    in random order and up to the number of rows nearest to ``fraction·n``. Both sides are never empty.
+    By default ⌊fraction·n + ½⌋ rows are held out. Neither side is ever empty.
+
+    labels: stratify: the same number of rows, and ``fraction`` of each class rounded up or down (largest remainder).
+    groups: hold out whole groups, such as patients, in random order, up to the row count nearest to ``fraction·n``.
     """
     n = _whole("hold_out: n", n, 2)
     if not 0 < fraction < 1:
-        raise NestfedError(f"hold_out: fraction must lie strictly between 0 and 1, not {fraction}.")
+        raise NestfedError(f"hold_out: fraction must be strictly between 0 and 1, not {fraction}.")
     if groups is not None and labels is not None:
         raise NestfedError("hold_out: give groups or labels, not both; whole groups cannot also be stratified.")
     rng = _generator(seed, "hold_out")
@@ -315,7 +316,7 @@ def _stratified(n: int, fraction: float, codes: Indices, rng: np.random.Generato
         )
     wanted = np.bincount(codes) * fraction
     counts = np.floor(wanted + 1e-9).astype(np.int64)  # 0.3 * 10 is just below 3 in floating point
-    behind = rng.permutation(len(counts))  # ties between remainders fall at random
+    behind = rng.permutation(len(counts))  # break ties between remainders at random
     behind = behind[np.argsort((counts - wanted)[behind], kind="stable")]
     counts[behind[: total - counts.sum()]] += 1
     held = np.zeros(n, dtype=np.bool_)
@@ -328,17 +329,17 @@ def _whole_groups(n: int, fraction: float, codes: Indices, rng: np.random.Genera
     _same_length("hold_out: groups", len(codes), n)
     order = rng.permutation(codes.max() + 1)
     if len(order) < 2:
-        raise NestfedError("hold_out: all rows are of one group; at least two are needed to hold one out.")
+        raise NestfedError("hold_out: all rows belong to one group; holding one out needs at least two.")
     rows = np.cumsum(np.bincount(codes)[order])[:-1]  # held rows after 1, 2, … groups; never all of them
     return np.isin(codes, order[: 1 + int(np.abs(rows - fraction * n).argmin())])
 
 
-# ----------------------------------------------------------------------------------------- looking at one
+# ----------------------------------------------------------------------------------------------- summary
 
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """Who holds what: ``counts[i, c]`` examples of class ``classes[c]`` at client ``names[i]``."""
+    """The classes at each client: ``counts[i, c]`` examples of class ``classes[c]`` at client ``names[i]``."""
 
     counts: Indices
     classes: tuple[str, ...]
@@ -382,8 +383,7 @@ def summary(parts: Sequence[npt.ArrayLike], labels: npt.ArrayLike, names: Sequen
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
-    # The purpose is part of the key: one seed for the hold-out and for the partition must not mean one
-    # permutation for both.
+    # The purpose is part of the key, so that one seed gives different permutations for hold-out and partition.
     key = np.random.SeedSequence([_whole("seed", seed, 0), zlib.crc32(purpose.encode())])
     return np.random.Generator(np.random.Philox(key))
 
@@ -399,7 +399,7 @@ def _even_sizes(n: int, clients: int) -> Indices:
 
 
 def _rounded(x: float) -> int:
-    """Round half up, where Python's ``round`` goes to the even neighbour."""
+    """Round half up; Python's ``round`` rounds half to even."""
     return int(np.floor(x + 0.5))
 
 

@@ -24,8 +24,8 @@ class Purpose(IntEnum):
 class Streams:
     """All random numbers of one seed.
 
-    Philox is keyed by (seed, purpose, client) and its counter starts at the iteration, so every stream can be
-    entered anywhere at once. One generator is moved about because setting its state costs a tenth of a new one.
+    Philox is keyed by (seed, purpose, client) and its counter starts at the iteration, so every stream allows
+    random access. One generator is reused, because setting its state costs a tenth of creating a new one.
     """
 
     def __init__(self, seed: int) -> None:
@@ -35,7 +35,7 @@ class Streams:
         self._generator = np.random.Generator(self._bits)
 
     def at(self, purpose: Purpose, client: int, iteration: int) -> np.random.Generator:
-        """Return the generator at this place. It is valid until the next call."""
+        """Return the generator for this purpose, client and iteration. It is valid until the next call."""
         self._state["state"]["key"][:] = self.seed, purpose * 2**48 + client
         self._state["state"]["counter"][:] = 0, 0, iteration, 0
         self._state["buffer_pos"] = 4

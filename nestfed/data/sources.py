@@ -1,10 +1,10 @@
-"""Named data sets: what there is, and how each becomes arrays.
+"""Named datasets: find, verify, download and decode them.
 
-    load("fashion-mnist")                   # the files below NESTFED_DATA, else the user's cache, else a download
-    load("eicu", folder="/data/hospital")   # only there: `folder/eicu-demo/…` or the files in `folder` itself
+    load("fashion-mnist")                   # from NESTFED_DATA, the user's cache, or a download
+    load("eicu", folder="/data/hospital")   # only from `folder/eicu-demo/…` or `folder` itself
 
-Files are compared with their published sha256 before they are decoded. Decoded images and texts are kept in the
-cache and memory-mapped the next time.
+Files are checked against their published sha256 before decoding. Decoded images and texts are kept in the cache
+and memory-mapped the next time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nestfed.data.tables import Array, Dataset, load_table, read_eicu, read_hear
 
 __all__ = ["Checked", "Dataset", "File", "Source", "Split", "check", "fetch", "load", "load_table", "names", "where"]
 
-CACHE_VERSION = 1  # to be raised when a decoder changes what it makes
+CACHE_VERSION = 1  # increase it when the output of a decoder changes
 DIGITS = tuple("0123456789")
 CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -38,8 +38,8 @@ CIFAR_BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"
 
 @dataclass(frozen=True)
 class Split:
-    """A data set as published. Where the origin names no test set (heart-disease, eicu), `test` is empty:
-    those are to be split by patient or hospital, which is the business of the experiment.
+    """A dataset as published. If the publisher names no test set (heart-disease, eicu), `test` is empty: the
+    experiment then splits it by patient or hospital.
     """
 
     train: Dataset
@@ -49,7 +49,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Source:
-    """A named data set: each of `forms` is a complete set of files, of which one is enough."""
+    """A named dataset; each of its `forms` is a complete set of files."""
 
     name: str
     about: str
@@ -68,7 +68,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` found out about one file: `problem` is None if it is byte for byte the published one."""
+    """The result of `check` for one file: `problem` is None if it is identical to the published one."""
 
     file: File
     path: Path
@@ -76,12 +76,12 @@ class Checked:
 
 
 def names() -> tuple[Source, ...]:
-    """Return every named dataset with its description, licence and files, those of plugins included."""
+    """Return every named dataset, including those of plugins, with its description, licence and files."""
     return tuple(DATASETS.values())
 
 
 def load(name: str, folder: str | Path | None = None) -> Split:
-    """Load a named data set from `folder`, else from NESTFED_DATA, else from the cache, else from its publisher."""
+    """Load a named dataset from `folder`, else from NESTFED_DATA, else from the cache, else from its publisher."""
     source: Source = DATASETS[name]
     if not source.forms:
         return source.decode(Found(Path(), ()))
@@ -94,14 +94,14 @@ def load(name: str, folder: str | Path | None = None) -> Split:
 
 
 def where(name: str, folder: str | Path | None = None) -> Path | None:
-    """Return the folder that holds all files of a data set, unopened; None if there is none, or no need for files."""
+    """Return the folder with all files of a dataset, without opening them; None if not found or not needed."""
     source: Source = DATASETS[name]
     found = next((f for place in _places(folder) if (f := files.find(place, source.folder, source.forms))), None)
     return found.folder if found else None
 
 
 def check(name: str, folder: str | Path | None = None) -> tuple[Checked, ...]:
-    """Compare the files of a data set with the published ones; missing files are problems too."""
+    """Compare the files of a dataset with the published ones; missing files are problems too."""
     source: Source = DATASETS[name]
     if not source.forms:
         return ()
@@ -113,10 +113,10 @@ def check(name: str, folder: str | Path | None = None) -> tuple[Checked, ...]:
 
 
 def fetch(name: str, *, mirror: str | None = None, progress: Progress | None = None) -> Found:
-    """Download a data set into the cache, taking up what an earlier attempt left; nothing if it is there already.
+    """Download a dataset into the cache, resuming an earlier attempt; skip files that are already there.
 
-    `mirror`, else NESTFED_MIRROR, is the address of a folder laid out like NESTFED_DATA. `progress` is called
-    with file name, bytes so far and bytes in all; without it a bar is shown on a terminal.
+    mirror: the address of a folder laid out like NESTFED_DATA; None = NESTFED_MIRROR, or the publishers.
+    progress: called with file name, bytes so far and total bytes; None = a progress bar on a terminal.
     """
     source: Source = DATASETS[name]
     if not source.forms:
@@ -136,17 +136,17 @@ def _find(source: Source, folder: str | Path | None) -> Found | None:
         if found := files.find(place, source.folder, source.forms):
             return found
         if source.name == "cifar-10":
-            _refuse_pickles(place)
+            _reject_pickles(place)
     return None
 
 
-def _refuse_pickles(place: Path) -> None:
+def _reject_pickles(place: Path) -> None:
     for sub in ("cifar-10", ".", "cifar-10/cifar-10-batches-py", "cifar-10-batches-py"):
         for name in ("data_batch_1", "cifar-10-python.tar.gz"):
             if (place / sub / name).is_file():
                 raise NestfedError(
-                    f"{place / sub / name} is the Python version of CIFAR-10, made of pickles, which can execute any "
-                    f"code when opened: get the binary version, cifar-10-binary.tar.gz, and put it in its place."
+                    f"{place / sub / name} is the Python version of CIFAR-10; it consists of pickles, which can "
+                    f"execute any code when opened: replace it with the binary version, cifar-10-binary.tar.gz."
                 )
 
 
@@ -154,8 +154,8 @@ def _missing(source: Source, folder: Path) -> str:
     best = max(source.forms, key=lambda form: sum(_there(folder, source, f) for f in form))
     lacking = [f.name for f in best if not _there(folder, source, f)]
     return (
-        f"Data set {source.name} is not complete in {folder}: {', '.join(lacking)} expected there or in its folder "
-        f"'{source.folder}'; put the files there, or leave the folder out to download them."
+        f"Dataset {source.name} is incomplete in {folder}: {', '.join(lacking)} expected there or in its folder "
+        f"'{source.folder}'; put the files there, or omit the folder to download them."
     )
 
 
@@ -164,7 +164,7 @@ def _there(folder: Path, source: Source, file: File) -> bool:
 
 
 def _through_cache(source: Source, found: Found) -> Split:
-    """Return the decoded data set, memory-mapped if it was decoded before from the very same files."""
+    """Return the decoded dataset, memory-mapped if the same files were decoded before."""
     if not source.cached:
         files.verify(found)
         return source.decode(found)
@@ -174,7 +174,7 @@ def _through_cache(source: Source, found: Found) -> Split:
     if (kept := formats.read_arrays(folder)) is None:
         files.verify(found)
         split = source.decode(found)
-        with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to fail
+        with contextlib.suppress(OSError):  # continue without a cache if it cannot be written
             formats.write_arrays(folder, *_to_arrays(split))
         if (kept := formats.read_arrays(folder)) is None:
             return split
@@ -224,7 +224,7 @@ def _cifar(found: Found) -> Split:
         batches = [(path, content) for content in formats.read_tar(path, CIFAR_BATCHES, size)]
     else:
         paths = [found.path(f.name) for f in found.files]
-        with ThreadPoolExecutor() as pool:  # xz takes seconds for each, and lets other threads run
+        with ThreadPoolExecutor() as pool:  # xz takes seconds per file and releases the GIL
             batches = list(zip(paths, pool.map(lambda path: formats.unpack(path, size), paths)))
     parts = [formats.read_cifar(path, content, records) for path, content in batches]
     x, y = np.concatenate([x for x, _ in parts[:5]]), np.concatenate([y for _, y in parts[:5]])
@@ -232,7 +232,7 @@ def _cifar(found: Found) -> Split:
 
 
 def _omniglot(found: Found) -> Split:
-    """Background characters are for training, evaluation characters for testing; y numbers each part's own."""
+    """Train on background characters, test on evaluation characters; y numbers the characters of each part."""
 
     def part(name: str, images: int) -> Dataset:
         x, labels = formats.read_omniglot(found.path(name), images)
@@ -246,7 +246,7 @@ def _omniglot(found: Found) -> Split:
 
 
 def _wikitext(found: Found) -> Split:
-    """Words are numbered in the order in which the training text first uses them."""
+    """Number the words in order of first use in the training text."""
     vocabulary: dict[str, int] = {}
     parts = {
         file.name: formats.read_words(found.path(file.name), file.size, vocabulary, file.name == "train.txt")
@@ -258,7 +258,7 @@ def _wikitext(found: Found) -> Split:
 
 
 def _tiny_imagenet(classes: int) -> Callable[[Found], Split]:
-    """The published validation images are the test set: the published test images have no labels."""
+    """Use the published validation images as test set, because the published test images have no labels."""
 
     def decode(found: Found) -> Split:
         path = found.path(found.files[0].name)
@@ -280,7 +280,7 @@ def _eicu(found: Found) -> Split:
 
 
 def _digits(found: Found) -> Split:
-    """The grey values 0…16 are spread over 0…255, as in every other image here."""
+    """Scale the grey values 0…16 to 0…255, as in all other image datasets."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -302,7 +302,7 @@ def _all_train(data: Dataset) -> Split:
 
 
 def _quarter(data: Dataset) -> Split:
-    """Hold out a quarter of every class as test set: scikit-learn's stratified split with random_state 0."""
+    """Hold out a quarter of every class as test set, with scikit-learn's stratified split and random_state 0."""
     from sklearn.model_selection import train_test_split
 
     train, test = train_test_split(np.arange(len(data)), test_size=0.25, random_state=0, stratify=data.y)

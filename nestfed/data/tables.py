@@ -1,4 +1,4 @@
-"""Tables: the form every data set has in memory, and how to read CSV, Parquet and NPZ files into it."""
+"""Datasets in memory, and how to read tables from CSV, Parquet and NPZ files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Dataset:
              text int32 (n,), the number of each word
     y        int64 (n,) labels, positions in `classes`; empty for text
     columns  further properties of each example, to split by: hospital, region, patient, alphabet, …
-    schema   the columns of a table x, as `nestfed.data.encoding` has them; a text column is several 0/1 features
+    schema   the columns of a table x (see `nestfed.data.encoding`); a text column is several 0/1 features
     classes  names of the labels; for text the vocabulary
     """
 
@@ -48,7 +48,7 @@ class Dataset:
         lengths = {"y": len(self.y)} if self.y.size or self.columns else {}
         for name, length in {**lengths, **{name: len(c) for name, c in self.columns.items()}}.items():
             if length != n:
-                raise NestfedError(f"A data set has {n:,} examples but {length:,} values of {name!r}: make them equal.")
+                raise NestfedError(f"A dataset has {n:,} examples but {length:,} values of {name!r}: make them equal.")
         if self.schema and (self.x.ndim != 2 or self.x.shape[1] != len(self.features)):
             raise NestfedError(f"A table has the shape {self.x.shape}, expected (n, {len(self.features)}) as named.")
 
@@ -77,30 +77,29 @@ def load_table(
 ) -> Dataset:
     """Read a user's table from .csv, .csv.gz, .parquet or .npz.
 
-    Features: every column that is not the target, not in `columns` (kept to split by) and not in `drop`.
-    Numbers and booleans become float32, with NaN where missing. A text column with at most 20 different
-    values becomes one 0/1 feature per value, all 0 where missing; one with more is rejected, and so is text among
-    numbers. Sites may have different categories: `nestfed.data.encoding` aligns them. An .npz holds the features as
-    the array x, the labels as the array called `target`.
+    Features are all columns except the target, `columns` (kept for splitting) and `drop`. Numbers and booleans
+    become float32, NaN where missing. A text column with at most 20 different values becomes one 0/1 feature per
+    value, all 0 where missing. Text columns with more values, and text among numbers, are rejected. Sites may have
+    different categories: `nestfed.data.encoding` aligns them. An .npz file has the features in the array x and the
+    labels in the array called `target`.
 
-    Labels: with `classes`, y is the position of the value in `classes` and any other value is rejected. Sites
-    that hold one file each should give it, so that the same y means the same everywhere. Without it, whole
-    numbers from 0 stay as they are, False and True become 0 and 1, and other values become 0, 1, … in sorted
-    order, if there are at least two. `Dataset.classes` always says what each y means. A table with a single
-    class is allowed if it is clear which one it is.
+    With `classes`, y is the position of the label in `classes`, and any other label is rejected. Sites with one file
+    each should pass it, so that y means the same at every site. Without it, whole numbers from 0 are kept, False and
+    True become 0 and 1, and other values become 0, 1, … in sorted order if there are at least two. `Dataset.classes`
+    names each y. A table with a single class is allowed if it is clear which one it is.
     """
     path = Path(path)
     return as_dataset(path, read_columns(path), target, columns=columns, drop=drop, classes=classes)
 
 
 def read_columns(path: Path) -> dict[str, Any]:
-    """Return the columns of a table's file, or the arrays of an .npz, as they are."""
+    """Return the columns of a table's file, or the arrays of an .npz, unchanged."""
     readers = {".csv": _csv, ".csv.gz": _csv, ".parquet": _parquet, ".npz": _npz}
     reader = next((r for suffix, r in readers.items() if path.name.lower().endswith(suffix)), None)
     if reader is None:
-        raise NestfedError(f"{path} is not a table by its name: expected one that ends in {', '.join(readers)}.")
+        raise NestfedError(f"{path} is not a table: expected a name that ends in {', '.join(readers)}.")
     if not path.is_file():
-        raise NestfedError(f"{path} is {'a folder' if path.is_dir() else 'not there'}: expected the file of a table.")
+        raise NestfedError(f"{path} is {'a folder' if path.is_dir() else 'not there'}: expected a file with a table.")
     if path.stat().st_size == 0:
         raise refuse(path, "is empty", "a table")
     return reader(path)
@@ -115,7 +114,7 @@ def as_dataset(
     drop: Sequence[str] = (),
     classes: Sequence[str] | None = None,
 ) -> Dataset:
-    """Return what `read_columns` read as features and labels; `load_table` explains how."""
+    """Turn the output of `read_columns` into features and labels, as `load_table` describes."""
     for name in (target, *columns, *drop):
         require_column(path, name, table)
     if both := {target} & {*columns, *drop} or set(columns) & set(drop):
@@ -126,7 +125,7 @@ def as_dataset(
     x, schema = _arrays(path, kept) if path.name.lower().endswith(".npz") else table_of(str(path), kept)
     y, names = _labels(path, target, table[target], classes)
     if len(x) != len(y):
-        raise refuse(path, f"holds {len(x):,} examples and {len(y):,} labels", "as many labels as examples")
+        raise refuse(path, f"holds {len(x):,} examples and {len(y):,} labels", "one label per example")
     return Dataset(x, y, {name: _plain(table[name]) for name in columns}, schema, names)
 
 
@@ -136,11 +135,11 @@ def _csv(path: Path) -> dict[str, Any]:
     def read(**options: Any) -> Any:
         with reading(path, "a table of comma-separated values in UTF-8"), path.open("rb") as raw:
             stream = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
-            with warnings.catch_warnings():  # rows longer than the header must not be cut in silence
+            with warnings.catch_warnings():  # rows longer than the header must not be cut silently
                 warnings.simplefilter("error", pd.errors.ParserWarning)
                 return pd.read_csv(bounded(stream, path, MOST_BYTES), **options)
 
-    # the header as a row of its own: as a header, the second of two equal names would be changed in silence
+    # read the header as a row: pandas silently renames the second of two equal names
     names = [str(name).strip() for name in read(header=None, dtype=str, na_filter=False, nrows=1).iloc[0]]
     _distinct(path, names)
     frame = read(header=0, names=names, index_col=False, low_memory=False)
@@ -151,7 +150,7 @@ def _parquet(path: Path) -> dict[str, Any]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as e:
-        raise NestfedError(f"{path} needs pyarrow to be read: pip install 'nestfed[parquet]'.") from e
+        raise NestfedError(f"Reading {path} needs pyarrow: pip install 'nestfed[parquet]'.") from e
     with reading(path, "a Parquet file"), parquet.ParquetFile(path) as file:
         if file.metadata.num_rows * file.metadata.num_columns * 8 > MOST_BYTES:
             raise refuse(path, f"declares {file.metadata.num_rows:,} rows", f"at most {MOST_BYTES:,} bytes of content")
@@ -167,7 +166,7 @@ def _npz(path: Path) -> dict[str, Any]:
     require_column(path, "x", arrays)
     lengths = {name: len(a) if a.ndim else -1 for name, a in arrays.items()}
     if any(length != lengths["x"] for length in lengths.values()):
-        raise refuse(path, f"holds arrays of different lengths {lengths}", "one row for each example")
+        raise refuse(path, f"holds arrays of different lengths {lengths}", "one row per example")
     return dict(arrays)
 
 
@@ -177,7 +176,7 @@ def _distinct(path: Path, names: Sequence[str]) -> None:
 
 
 def require_column(path: Path, name: str, table: Mapping[str, Any]) -> None:
-    """Reject a file without this column, and suggest the nearest name that it has."""
+    """Reject a file without this column, and suggest the nearest name."""
     if name not in table:
         near = difflib.get_close_matches(name, list(table), 1, 0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, list(table)[:20]))}."
@@ -185,9 +184,9 @@ def require_column(path: Path, name: str, table: Mapping[str, Any]) -> None:
 
 
 def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, Schema]:
-    """Return the x of an .npz: pixels stay bytes, everything else is a table of float32."""
+    """Return the x of an .npz: pixels stay bytes, everything else becomes float32."""
     if "x" not in kept:
-        raise NestfedError(f"{path} keeps its features in the array 'x': it cannot be target, column or dropped.")
+        raise NestfedError(f"The array 'x' of {path} holds the features: it cannot be target, column or dropped.")
     if others := [name for name in kept if name != "x"]:
         raise NestfedError(f"{path} also holds {others[0]!r}, which has no role: name it in columns or in drop.")
     x = kept["x"]
@@ -199,12 +198,12 @@ def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, Schema]:
 
 
 def table_of(where: str, columns: Mapping[str, Any]) -> tuple[Array, Schema]:
-    """Return the columns of a data frame as numbers, and what each column is; `where` names the table in errors."""
+    """Return the columns of a data frame as numbers with their schema; `where` names the table in errors."""
     types = _pandas().api.types
     made: dict[Column, Array] = {}
     for name, column in columns.items():
         if column.dtype == object and types.infer_dtype(column, skipna=True) == "boolean":
-            column = column.astype("boolean")  # a gap among booleans must not turn them into texts
+            column = column.astype("boolean")  # a missing value must not turn booleans into text
         if types.is_bool_dtype(column.dtype) or types.is_numeric_dtype(column.dtype):
             if column.dtype.kind == "c":
                 raise NestfedError(f"Column {name!r} of {where} holds complex numbers: drop it.")
@@ -220,7 +219,7 @@ def table_of(where: str, columns: Mapping[str, Any]) -> tuple[Array, Schema]:
 
 
 def _texts(where: str, name: str, column: Any) -> Any:
-    """Return a text column as it is, or say why it cannot become features."""
+    """Return a text column, or raise an error if it cannot become features."""
     known = column.dropna()
     if len(known) and not all(isinstance(v, str | bool | int | float) for v in known):
         raise NestfedError(f"Column {name!r} of {where} holds neither numbers nor texts: drop it.")
@@ -253,7 +252,7 @@ def _finite(where: str, name: str, values: Array) -> Array:
         narrow: Array = values.astype(np.float32)
     if np.isinf(narrow).any():
         raise NestfedError(
-            f"Column {name!r} of {where} holds infinite values: replace them by numbers or leave them empty."
+            f"Column {name!r} of {where} holds infinite values: replace them with numbers or leave them empty."
         )
     return narrow
 
@@ -262,7 +261,7 @@ def _labels(path: Path, target: str, column: Any, classes: Sequence[str] | None)
     where = f"Target {target!r} of {path}"
     series = _pandas().Series(column) if isinstance(column, np.ndarray) and column.ndim == 1 else column
     if getattr(series, "ndim", 1) != 1:
-        raise NestfedError(f"{where} has the shape {series.shape}, expected one label for each example.")
+        raise NestfedError(f"{where} has the shape {series.shape}, expected one label per example.")
     if missing := int(series.isna().sum()):
         raise NestfedError(
             f"{where} is missing in {missing:,} of {len(series):,} rows: fill it in or remove these rows."
@@ -291,9 +290,9 @@ def _labels(path: Path, target: str, column: Any, classes: Sequence[str] | None)
 
 def _sorted_names(where: str, found: set[str], numeric: bool) -> tuple[str, ...]:
     if len(found) == 1:
-        raise NestfedError(f"{where} holds only {found.pop()!r}: say in classes which values there are, in order.")
+        raise NestfedError(f"{where} holds only {found.pop()!r}: list all labels, in order, in classes.")
     if len(found) > MOST_VALUES:
-        raise NestfedError(f"{where} holds {len(found):,} different values, expected labels: give classes if they are.")
+        raise NestfedError(f"{where} holds {len(found):,} different values: if these are labels, list them in classes.")
     return tuple(sorted(found, key=float) if numeric else sorted(found))
 
 
@@ -341,10 +340,10 @@ def read_heart(files: Mapping[str, Path]) -> Dataset:
     )
 
 
-# What is known of an eICU stay by the end of its first day, listed by name: whatever is not listed stays out.
-# Left out as outcomes or made from them: every discharge field (status, location, offset, time, year, weight),
+# What is known about an eICU stay at the end of its first day. Columns that are not listed are left out.
+# Left out as outcomes or derived from them: every discharge field (status, location, offset, time, year, weight),
 # diedinhospital, dischargelocation, var03hspxlos, and all of apachePatientResult (predicted and actual mortality,
-# lengths of stay, ventilator days). Left out as entered at any time of the stay: pastHistory, admissionDx.
+# lengths of stay, ventilator days). Left out as not tied to the first day: pastHistory, admissionDx.
 # Left out as copies (gender, age, GCS, pao2, ventday1, readmit, day1… in apachePredVar equal other columns), as
 # constant (aids, saps3…, region, teachtype, …), as identifiers, as facts on the hospital, or as too many texts.
 EICU_NUMBERS = ("admissionheight", "admissionweight", "unitvisitnumber")
@@ -362,8 +361,8 @@ EICU_PRED = _names(
 def read_eicu(patient: Path, hospital: Path, aps: Path, pred: Path) -> Dataset:
     """Read in-hospital death for each eICU stay, with features from the first day only.
 
-    y = 1 if the hospital discharge status is Expired; stays without status are left out. -1 means missing and
-    becomes NaN, as do the APACHE features of stays without APACHE; age "> 89" becomes 90; `hoursbefore` is the
+    y = 1 if the hospital discharge status is Expired; stays without a status are left out. -1 means missing and
+    becomes NaN, as do the APACHE features of stays without APACHE. Age "> 89" becomes 90. `hoursbefore` is the
     time in hospital before the unit. Columns: hospital, region ("unknown" where empty), patient.
     """
     stay, place = "patientunitstayid", "hospitalid"
@@ -401,5 +400,5 @@ def _eicu(path: Path, names: Sequence[str]) -> Any:
 
 
 def _pandas() -> Any:
-    # imported late because it takes half a second, and as Any because its stubs are not everywhere installed
+    # imported late because it takes half a second; Any because its stubs may not be installed
     return importlib.import_module("pandas")

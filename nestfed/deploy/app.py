@@ -1,4 +1,4 @@
-"""The Flower app that carries an experiment out, with a README for everybody."""
+"""Write the Flower app of an experiment, with a README for coordinator and sites."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ serverapp = "federated.server:app"
 clientapp = "federated.client:app"
 
 [tool.flwr.app.config]
-sites = {sites}            # all that take part, numbered from 0
-min-sites = {least}        # fewer good answers make no round: it is asked again, three times at most
-deadline = {deadline}     # seconds after which a round goes on without those who have not answered
-norm-limit = 0.0     # the largest change by one site in one round that is believed; 0.0 means any
-lost-state = "refuse" # or "restart": what to do with a site that lost its private fields
-out = "{out}"        # on the coordinator, relative to where the SuperLink was started
+sites = {sites}            # number of sites, numbered from 0
+min-sites = {least}        # valid answers that a round needs; otherwise it is repeated, at most three times
+deadline = {deadline}     # seconds after which a round continues without the missing answers
+norm-limit = 0.0     # largest change accepted from one site in one round; 0.0 = no limit
+lost-state = "refuse" # a site that lost its private fields is left out; "restart" lets it start over
+out = "{out}"        # run directory on the coordinator, relative to where the SuperLink was started
 """
 
 APP = '''\
@@ -54,7 +54,7 @@ app = {maker}(Path(__file__).parents[1] / "experiment.toml")
 
 IGNORED = "secrets/\nruns/\nstate/\nflower/\n*.db\n*.db-*\n*.key\n*.log\n"
 
-LICENSE = "All rights reserved. Replace this file by the licence of your experiment; Flower wants one to be there.\n"
+LICENSE = "All rights reserved. Replace this file with the licence of your experiment; Flower requires one.\n"
 
 
 def write_app(
@@ -66,7 +66,7 @@ def write_app(
     deadline: float = 600.0,
     out: str = "runs/federated",
 ) -> None:
-    """Write a Flower app that carries an experiment out."""
+    """Write a Flower app that runs an experiment."""
     try:
         import tomli_w
     except ImportError as error:
@@ -108,25 +108,23 @@ def init(folder: Path, experiment: Experiment, sites: int) -> None:
 
 
 def check_experiment(experiment: Experiment, sites: int) -> None:
-    """Refuse an experiment that cannot be deployed, before anything is written."""
+    """Reject an experiment that cannot be deployed, before anything is written."""
     from nestfed.algorithms import METHODS, build
     from nestfed.experiment.spec import hyper_parameters
 
     if sites < 1:
-        raise NestfedError(f"There must be at least 1 site, not {sites}.")
+        raise NestfedError(f"sites must be at least 1, not {sites}.")
     if not experiment.algorithm.name:
         methods = ", ".join(experiment.methods)
         hint = f"this file's methods are {methods}" if methods else "see `nestfed list`"
-        raise NestfedError(f"The experiment names no algorithm: choose one with --method ({hint}).")
+        raise NestfedError(f"The experiment has no algorithm: choose one with --method ({hint}).")
     build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
     if experiment.execution.device != "cpu":
-        raise NestfedError(f"execution.device must be cpu: sites compute on it, not on {experiment.execution.device}.")
+        raise NestfedError(f"execution.device must be cpu for a deployment, not {experiment.execution.device}.")
     if METHODS[experiment.algorithm.name].single and sites > 1:
         raise NestfedError(f"{experiment.algorithm.name} is a single-machine method, but there are {sites} sites.")
     if experiment.exchange.failures:
-        raise NestfedError(
-            "exchange.failures invents failures for a simulation; set it to 0, a deployment has its own."
-        )
+        raise NestfedError("exchange.failures simulates failures; set it to 0 for a deployment.")
     if experiment.run.sites != "federated":
         raise NestfedError("run.sites = 'alone' needs no deployment; set it to 'federated'.")
     kind = experiment.partition.kind

@@ -7,12 +7,9 @@ import ipaddress
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nestfed.core import NestfedError
-
-if TYPE_CHECKING:
-    pass
 
 
 def _cryptography() -> Any:
@@ -24,7 +21,7 @@ def _cryptography() -> Any:
 
 
 def write_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
-    """Write ca.crt for everybody, and server.pem and server.key for the SuperLink at these hosts."""
+    """Write ca.crt for all sites, and server.pem and server.key for the SuperLink at these hosts."""
     x509 = _cryptography()
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -92,18 +89,18 @@ def write_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> N
             ],
         )
     )
-    # The authority's own key is not kept: nobody can sign another server in its name.
+    # The authority's key is not stored, so nobody can sign another server with it.
     _write_secret(folder / "server.key", keys[1])
 
 
 def write_key(path: Path) -> None:
-    """Write a site's private key, and its public one beside it as PATH.pub."""
+    """Write a site's private key to PATH and its public key to PATH.pub."""
     _cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     if path.exists():
-        raise NestfedError(f"{path} already exists; a site keeps its key.")
+        raise NestfedError(f"{path} already exists; keep it, or choose another path.")
     key = ec.generate_private_key(ec.SECP384R1())
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_secret(path, key, ssh=True)

@@ -1,4 +1,4 @@
-"""A whole federation as processes on this machine."""
+"""Run a federation as processes on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-"""Nothing is told to anybody outside the federation."""
+"""Turn off Flower's telemetry and update check."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Local:
         self.bin = Path(sys.executable).parent
 
     def environment(self, home: str) -> dict[str, str]:
-        """Return the surroundings of a process with a home of its own."""
+        """Return the environment of a process with its own Flower home."""
         place = self.folder / "home" / home
         place.mkdir(parents=True, exist_ok=True)
         return {
@@ -67,10 +67,10 @@ class Local:
 
     def superlink(self) -> None:
         """Start the SuperLink and wait until it listens."""
-        if " " in sys.prefix:  # its database finds no migrations there and answers every request with an error
+        if " " in sys.prefix:  # its database does not find its migrations, and every request fails
             raise NestfedError(
                 f"Flower's SuperLink does not work from a Python environment whose path has a space ({sys.prefix}): "
-                "make one elsewhere."
+                "create one elsewhere."
             )
         if not self.insecure and not (self.secrets / "server.key").exists():
             write_certificates(self.secrets, [LOOPBACK])
@@ -96,7 +96,7 @@ class Local:
         (home / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def register(self, *sites: int) -> None:
-        """Make the keys of sites, and tell the SuperLink of them."""
+        """Create the sites' keys and register them with the SuperLink."""
         commands = []
         for n in sites:
             key, done = self.secrets / f"site-{n}.key", self.secrets / f"site-{n}.registered"
@@ -106,7 +106,7 @@ class Local:
                 commands.append(["supernode", "register", f"{key}.pub", "local", "--name", f"site-{n}"])
         if not commands:
             return
-        # One process for all: importing Flower's command line takes longer than what it does.
+        # One process for all sites: importing Flower's command line takes most of the time.
         code = (
             "import json, sys; from flwr.cli.app import app\n"
             "for command in json.loads(sys.argv[1]): app(command, standalone_mode=False)"
@@ -119,8 +119,8 @@ class Local:
             check=False,
         )
         if done_.returncode:
-            said = (done_.stdout + done_.stderr).strip().splitlines()
-            raise NestfedError(f"The SuperLink does not take the sites' keys: {' '.join(said[-3:])}")
+            output = (done_.stdout + done_.stderr).strip().splitlines()
+            raise NestfedError(f"The SuperLink rejected the sites' keys: {' '.join(output[-3:])}")
         for n in sites:
             (self.secrets / f"site-{n}.registered").touch()
 
@@ -144,12 +144,12 @@ class Local:
         )  # fmt: skip
 
     def revive(self) -> None:
-        """Start sites again that have ended. The SuperLink turns one that was killed away for up to a minute."""
+        """Restart sites that have ended. The SuperLink rejects a killed site for up to a minute."""
         for n, config in self.sites.items():
             process = self.processes.running.get(f"site-{n}")
             if process is None or process.poll() is not None:
                 if process is not None:
-                    self.processes.stop(f"site-{n}")  # what is left of it
+                    self.processes.stop(f"site-{n}")  # its remaining processes
                 self.supernode(n, **config)
 
     def run(self, app: Path) -> subprocess.Popen[bytes]:
@@ -162,18 +162,17 @@ class Local:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.processes.running[name].poll() is not None:
-                raise NestfedError(f"The {name} stopped at once:\n{self.processes.tail(name)}")
+                raise NestfedError(f"The {name} failed to start:\n{self.processes.tail(name)}")
             with suppress(OSError), closing(socket.create_connection((LOOPBACK, port), 1)):
                 return
             time.sleep(0.1)
-        raise NestfedError(f"The {name} does not listen after {seconds:g} s:\n{self.processes.tail(name)}")
+        raise NestfedError(f"The {name} is not listening after {seconds:g} s:\n{self.processes.tail(name)}")
 
 
 def supernode(options: Sequence[str]) -> None:
-    """Be a SuperNode until it ends, and end with it.
+    """Run a SuperNode and exit when it ends.
 
-    A connection that breaks in the middle of a TLS handshake ends Flower's worker, but a thread of its own keeps the
-    process alive.
+    A connection that breaks during a TLS handshake ends Flower's worker, but one of its threads keeps the process alive.
     """
     try:
         from flwr.supernode.cli import flower_supernode
@@ -184,15 +183,15 @@ def supernode(options: Sequence[str]) -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
         flower_supernode()
-    except Exception:  # the thread would outlive it
+    except Exception:  # otherwise the thread keeps the process alive
         traceback.print_exc()
-    sys.stderr.write("nestfed: the SuperNode has lost the SuperLink; start it again.\n")
+    sys.stderr.write("nestfed: the SuperNode lost the SuperLink; start it again.\n")
     sys.stderr.flush()
     os._exit(1)
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with closing(socket.socket()) as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
@@ -207,9 +206,9 @@ def local(
     deadline: float = 600.0,
     insecure: bool = False,
     show: bool | None = None,
-    tell: Callable[[str], None] = lambda sentence: None,
+    notify: Callable[[str], None] = lambda sentence: None,
 ) -> list[dict[str, Any]]:
-    """Carry an experiment out over real processes on this machine; the same call goes on with an unfinished run."""
+    """Run an experiment with real processes on this machine. Call it again to resume."""
     from nestfed.engine.progress import Progress
     from nestfed.engine.record import metrics_of
     from nestfed.engine.record import read as read_record
@@ -224,11 +223,11 @@ def local(
         return read_record(record)
     folder = out / "flower"
     write_app(folder / "app", experiment, sites, least=least, deadline=deadline, out=str(out))
-    said = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
+    shown = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
     try:
         with Processes(folder / "logs") as processes:
             federation = Local(folder, processes, insecure)
-            tell(f"starting a SuperLink and {sites} SuperNodes on {LOOPBACK}")
+            notify(f"starting a SuperLink and {sites} SuperNodes on {LOOPBACK}")
             federation.superlink()
             if not insecure:
                 federation.register(*range(sites))
@@ -248,15 +247,15 @@ def local(
                     if history:
                         bar.update(history[-1], metrics_of(history[-1]))
                     lines = warnings.read_text(encoding="utf-8").splitlines() if warnings.exists() else []
-                    for line in lines[said:]:
-                        tell(line.split(" ", 2)[-1])
-                    said = max(said, len(lines))
+                    for line in lines[shown:]:
+                        notify(line.split(" ", 2)[-1])
+                    shown = max(shown, len(lines))
                     if over and not finished.exists():
                         stopped = [line.partition(" stopped: ")[2] for line in lines if " stopped: " in line]
-                        said_last = f"Flower said:\n{processes.tail('run')}\nThe logs are in {folder / 'logs'}."
-                        raise NestfedError(stopped[-1] if stopped else f"The run ended before its time. {said_last}")
+                        output = f"Flower's last output:\n{processes.tail('run')}\nThe logs are in {folder / 'logs'}."
+                        raise NestfedError(stopped[-1] if stopped else f"The run ended early. {output}")
                     time.sleep(0.3)
                 bar.update(read_record(record)[-1], {})
     except KeyboardInterrupt:
-        raise Interrupted(f"Stopped; the same command goes on from {out}.") from None
+        raise Interrupted(f"Stopped; run the same command again to resume from {out}.") from None
     return read_record(record)

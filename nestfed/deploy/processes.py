@@ -1,4 +1,4 @@
-"""Processes that never outlive us."""
+"""Child processes that always end with their parent."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    pass
+from typing import Any, Self
 
 MARK = "NESTFED_FEDERATION"
-"""In the surroundings of every process of a federation, so that those that Flower detaches are found again."""
+"""The environment variable that marks every process of a federation, also those that Flower detaches."""
 
 
 class Processes:
-    """Processes that are gone when the block is left, however it is left, with all that they started."""
+    """Processes that end, with their children, when the `with` block is left, however it is left."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
@@ -41,7 +38,7 @@ class Processes:
         return self
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start a process; what it says goes to NAME.log."""
+        """Start a process; its output is written to NAME.log."""
         with (self.logs / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 command,
@@ -61,7 +58,7 @@ class Processes:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self, name: str, number: int = signal.SIGTERM) -> None:
-        """Stop one process and all that it started."""
+        """Stop one process and its children."""
         process = self.running.pop(name)
         self._end([process], f"{self.mark}-{name}", number)
 
@@ -69,7 +66,7 @@ class Processes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         interrupt = None
-        with suppress(ValueError):  # a second request must not stop the cleaning
+        with suppress(ValueError):  # a second signal must not interrupt the cleanup
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -80,13 +77,13 @@ class Processes:
                 signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _end(self, leaders: Sequence[subprocess.Popen[bytes]], mark: str, number: int) -> None:
-        """Send a signal to processes and all with their mark, wait, and kill those that are left."""
+        """Send a signal to all processes with a mark, wait, and kill the rest."""
         for attempt, patience in ((number, 5.0), (signal.SIGKILL, 5.0)):
             for pid in marked(mark):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, attempt)
             for leader in leaders:
-                if leader.poll() is None:  # where there is no /proc
+                if leader.poll() is None:  # systems without /proc
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(leader.pid, attempt)
             end = time.monotonic() + patience
@@ -97,7 +94,7 @@ class Processes:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes that carry a mark; those that have ended carry none."""
+    """Return the running processes with a mark."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -109,6 +106,6 @@ def marked(mark: str) -> list[int]:
 
 
 def die_with_parent() -> None:
-    """Ask the system to end this process when we end, even if we are killed."""
+    """Ask the kernel to end this process when its parent ends, even if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,9 +1,9 @@
-"""From an experiment and one site's own data to the objects that its round needs, and to what it may share of them.
+"""Build the objects of a site from the experiment and its own data, and compute what the site may share.
 
 Before the first round every site sends `Facts`: counts, classes, and for a table the `Sums` of its training rows. The
 coordinator adds them up (`merge`), asks for the sums of squared differences from the common mean (`spread`), and sends
-the finished `Agreement` to all (`finish`). Later a site sends only `tally`: counts of scores, or sums of right answers
-and losses.
+the complete `Agreement` to all (`finish`). For metrics a site sends only a tally: counts of scores, or sums of correct
+predictions and losses.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Place:
     """Where a site's examples are."""
 
     n: int
-    """Its number among the clients."""
+    """The client's number."""
     file: str = ""
-    """Its own table; otherwise it holds part n of the experiment's data set."""
+    """The site's own table; empty = part n of the experiment's dataset."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Facts:
     shape: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
     sums: Sums = Sums((), 0, np.zeros(0, np.int64), np.zeros(0))
-    """Of a table; empty if nothing has to be scaled in common."""
+    """The sums of a table; empty if the inputs are not scaled."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all sites agree on beside the experiment."""
+    """What all sites agree on besides the experiment."""
 
     clients: int
     shape: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class Agreement:
 
 
 def merge(facts: Mapping[str, Facts], clients: int, by_examples: bool = False) -> Agreement:
-    """Return the agreement as far as counts and sums make it; names of sites are for errors."""
+    """Return the agreement except for the scaling; the sites' names appear in errors."""
     (first, model), *rest = facts.items()
     for name, other in rest:
         tables = bool(model.sums.schema), bool(other.sums.schema)
@@ -75,14 +75,14 @@ def merge(facts: Mapping[str, Facts], clients: int, by_examples: bool = False) -
         if tables[0] != tables[1] or not alike:
             raise NestfedError(
                 f"Sites {first} and {name} hold examples of different kinds or shapes "
-                f"({model.shape} and {other.shape}): all must read tables alike, or parts of one dataset."
+                f"({model.shape} and {other.shape}): all sites must use tables with the same columns, or parts of one dataset."
             )
         if other.classes != model.classes:
             raise NestfedError(
                 f"Sites {first} and {name} have different classes ({', '.join(model.classes)}; "
                 f"{', '.join(other.classes)}): list them in data.classes of the experiment."
             )
-    # The share of positives in what the mean objective averages over, as `Prepared.positive_rate` has it.
+    # The share of positives in the mixture that the objective averages over, as in `Prepared.positive_rate`.
     rows = [f.examples if by_examples else 1 for f in facts.values()]
     shares = [f.positives / max(f.examples, 1) for f in facts.values()]
     p = sum(weight * share for weight, share in zip(rows, shares)) / max(sum(rows), 1)
@@ -105,16 +105,16 @@ def _sums(facts: Mapping[str, Facts]) -> dict[str, Sums]:
 
 @dataclass(frozen=True)
 class SiteExamples:
-    """A site's examples as they are in its file, training and the rest apart."""
+    """A site's unscaled examples, split into training and held-out ones."""
 
     prepared: Prepared
     schema: Schema
-    """Empty for images, which are ready."""
+    """Empty for images, which need no encoding."""
     classes: tuple[str, ...]
 
 
 def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
-    """Read a site's file and set its own test examples aside."""
+    """Read a site's file and split off its test examples."""
     spec = replace(experiment.data, name="", file=place.file)
     whole, test = load_examples(spec)
     images = whole.x.dtype == np.uint8
@@ -147,12 +147,12 @@ def spread(experiment: Experiment, place: Place, agreement: Agreement) -> np.nda
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The objects
+# Objects
 
 
 @dataclass(frozen=True)
 class Made:
-    """An experiment as objects for one site, and what it may share of a model."""
+    """The objects of one site, and the function that counts a model's scores."""
 
     assembly: Assembly
     tally: Callable[[Any], Arrays]
@@ -173,7 +173,7 @@ def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
         prepared = _divided(experiment)
         rows = _part(prepared, place.n)
         held = [_share(h, place.n, agreement.clients) for h in (prepared.test, prepared.validation)]
-    # Only this site's number is ever drawn from, so all others may stand for the same rows.
+    # Only this client is ever sampled, so the others can have the same rows.
     prepared = replace(prepared, parts=[rows] * agreement.clients, names=[str(n) for n in range(agreement.clients)])
     if not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
@@ -183,15 +183,15 @@ def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
 
 
 def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
-    """Return the objects of the coordinator, who has no labelled examples and so evaluates nothing there."""
+    """Return the objects of the coordinator, which has no labelled examples and evaluates none."""
     if not isinstance(experiment.problem, Labelled):
         return assemble(experiment)
-    # Two rows of zeros stand for examples that the coordinator must not have: the model needs their shape only.
+    # Two rows of zeros replace the examples: the model needs only their shape.
     x, y = torch.zeros((2, *agreement.shape)), torch.tensor([0, 1])
     rows = [np.arange(2)] * agreement.clients
     summary = Summary(np.zeros((0, 0), np.int64), (), ())
-    nobody = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, len(agreement.classes), None, summary)
-    return labelled(experiment, nobody, agreement.p, experiment.run.seed)
+    empty = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, len(agreement.classes), None, summary)
+    return labelled(experiment, empty, agreement.p, experiment.run.seed)
 
 
 def _divided(experiment: Experiment) -> Prepared:
@@ -200,7 +200,9 @@ def _divided(experiment: Experiment) -> Prepared:
 
 def _part(prepared: Prepared, n: int) -> np.ndarray:
     if not 0 <= n < len(prepared.parts):
-        raise NestfedError(f"The experiment divides its data set into {len(prepared.parts)} parts; there is no {n}.")
+        raise NestfedError(
+            f"The dataset has {len(prepared.parts)} parts, so the client must be 0 to {len(prepared.parts) - 1}, not {n}."
+        )
     return prepared.parts[n]
 
 
@@ -213,7 +215,7 @@ def _scaled(prepared: Prepared, scale: Callable[[Tensor], Tensor]) -> Prepared:
 
 
 def _share(held: Held | None, n: int, clients: int) -> Held | None:
-    """Return the examples set aside that this site evaluates on: its own, or every N-th of common ones."""
+    """Return the held-out examples that this site evaluates: its own, or every N-th of the common ones."""
     if held is None:
         return None
     rows = held.parts[n] if held.parts else np.arange(n, len(held.y), clients)
@@ -221,11 +223,11 @@ def _share(held: Held | None, n: int, clients: int) -> Held | None:
 
 
 def _with_phantom(prepared: Prepared) -> Prepared:
-    """Add a client that nobody asks, with one positive: a site without positives teaches nothing, but is welcome."""
+    """Add an unused client with one positive, so that a site without positives can take part."""
     x = torch.cat([prepared.x, torch.zeros_like(prepared.x[:1])])
     y = torch.cat([prepared.y, torch.ones_like(prepared.y[:1])])
     parts = [*prepared.parts, np.array([len(prepared.y)])]
-    return replace(prepared, x=x, y=y, parts=parts, names=[*prepared.names, "nobody"])
+    return replace(prepared, x=x, y=y, parts=parts, names=[*prepared.names, "phantom"])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -235,69 +237,69 @@ def _with_phantom(prepared: Prepared) -> Prepared:
 def _tally(
     model: Callable[[Tensor], Tensor], prepared: Prepared, held: Sequence[Held | None], log_odds: bool
 ) -> Arrays:
-    """Count scores by class (of a binary problem, only bins that hold any), and add up right answers and losses."""
-    told: Arrays = {}
+    """Count scores by class (binary problems, non-empty bins only) and sum correct predictions and losses."""
+    tally: Arrays = {}
     for prefix, some in zip(("", "val_"), held):
         if some is None or not len(some.y):
             continue
         totals = ScoreTotals.of(*scored(model, prepared, some), log_odds=log_odds)
         if totals.sums:
-            told |= {f"{prefix}sum.{k}": np.array(v) for k, v in totals.sums.items()}
-            told[f"{prefix}sum.examples"] = np.array(float(totals.examples))
+            tally |= {f"{prefix}sum.{k}": np.array(v) for k, v in totals.sums.items()}
+            tally[f"{prefix}sum.examples"] = np.array(float(totals.examples))
         counted = totals.histogram
         if counted is None:
             continue
         bins = np.flatnonzero(counted.positives + counted.negatives)
-        told[f"{prefix}histogram"] = np.stack([bins, counted.positives[bins], counted.negatives[bins]]).astype(
+        tally[f"{prefix}histogram"] = np.stack([bins, counted.positives[bins], counted.negatives[bins]]).astype(
             np.uint32
         )
-        told[f"{prefix}unscored"] = np.array(counted.unscored, np.uint32)
-    return told
+        tally[f"{prefix}unscored"] = np.array(counted.unscored, np.uint32)
+    return tally
 
 
 BINS = 4096
 MOST = 2**31
 
 
-def refuse_tally(told: Mapping[str, np.ndarray]) -> str:
+def tally_error(tally: Mapping[str, np.ndarray]) -> str:
     """Return what is wrong with a site's tally, or nothing."""
-    for name, value in told.items():
+    for name, value in tally.items():
         kind = name.removeprefix("val_")
         if kind == "histogram":
             if value.dtype != np.uint32 or value.ndim != 2 or len(value) != 3 or value.shape[1] > BINS:
-                return f"its {name} is no table of bins and counts."
+                return f"its {name} is not a table of bins and counts."
             if len(np.unique(value[0])) != value.shape[1] or (value[0] >= BINS).any() or (value[1:] >= MOST).any():
-                return f"its {name} has bins or counts that cannot be."
+                return f"its {name} has invalid bins or counts."
         elif kind == "unscored":
             if value.dtype != np.uint32 or value.ndim:
-                return f"its {name} is no count."
+                return f"its {name} is not a count."
         elif kind.startswith("sum."):
             if value.dtype != np.float64 or value.ndim or np.isinf(value):
-                return f"its {name} is no sum."
+                return f"its {name} is not a sum."
         else:
-            return f"it sent {name}, which nobody asked for."
+            return f"it sent {name}, which was not requested."
     return ""
 
 
-def pool(told: Sequence[Mapping[str, np.ndarray]]) -> Metrics:
-    """Return the metrics over all sites from what each told."""
+def pool(tallies: Sequence[Mapping[str, np.ndarray]]) -> Metrics:
+    """Return the metrics over all sites from their tallies."""
     found: Metrics = {}
     for prefix in ("", "val_"):
-        totals = [_totals(t, prefix) for t in told if f"{prefix}histogram" in t or f"{prefix}sum.examples" in t]
+        totals = [_totals(t, prefix) for t in tallies if f"{prefix}histogram" in t or f"{prefix}sum.examples" in t]
         if totals:
             found |= {prefix + k: v for k, v in reduce(add, totals).metrics().items()}
     return found
 
 
-def _totals(told: Mapping[str, np.ndarray], prefix: str) -> ScoreTotals:
+def _totals(tally: Mapping[str, np.ndarray], prefix: str) -> ScoreTotals:
     """Read what `_tally` wrote."""
     start = f"{prefix}sum."
-    sums = {k.removeprefix(start): float(v) for k, v in told.items() if k.startswith(start)}
+    sums = {k.removeprefix(start): float(v) for k, v in tally.items() if k.startswith(start)}
     examples = sums.pop("examples", 0.0)
-    if f"{prefix}histogram" not in told:
+    if f"{prefix}histogram" not in tally:
         return ScoreTotals(examples, sums, None)
-    bins, positives, negatives = told[f"{prefix}histogram"].astype(np.int64)
+    bins, positives, negatives = tally[f"{prefix}histogram"].astype(np.int64)
     counts = np.zeros((2, BINS), np.int64)
     counts[0, bins], counts[1, bins] = positives, negatives
-    unscored = int(told.get(f"{prefix}unscored", np.array(0)))
+    unscored = int(tally.get(f"{prefix}unscored", np.array(0)))
     return ScoreTotals(examples, sums, ScoreHistogram(counts[0], counts[1], None, unscored))

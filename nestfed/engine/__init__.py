@@ -1,1 +1,1 @@
-"""Where it runs: one meaning of a round (`sync`), and the engines that carry it out."""
+"""The engine: one loop over rounds, and the federations that run it."""

@@ -1,4 +1,4 @@
-"""Checkpoints: the state between two rounds in a file that is whole or not there."""
+"""Checkpoints: the state between two rounds, in a file that is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _CODES = {
     torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _BLOCK = 2**24
-"""Bytes that are written or read at once, so that a checkpoint needs no second copy of the state in memory."""
+"""Bytes to write or read at a time, so that a checkpoint needs no second copy of the state in memory."""
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds: the server's state, and clients' private fields, one row each."""
+    """The content of a checkpoint: the server's state, and the clients' private fields, one row each."""
 
     state: RunState
     private: dict[str, Tensor]
 
 
 def write(directory: Path, state: RunState, private: Fields, fingerprint: str, keep: int = 2) -> Path:
-    """Save a run between two rounds. The file's name holds the round and a digest; older ones but `keep` are deleted."""
+    """Save a run between two rounds. The file name contains the round and a digest; only the newest `keep` files stay."""
     tensors: dict[str, Tensor] = {"seen": state.seen} | {f"private.{k}": v for k, v in private.items()}
     for group in _OF_STATE:
         tensors |= {f"{group}.{k}": v for k, v in getattr(state, group).items()}
@@ -61,10 +61,10 @@ def write(directory: Path, state: RunState, private: Fields, fingerprint: str, k
 
 
 def _blocks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[Any]:
-    """Return the bytes of a safetensors file, piece by piece: the length of the header, the header, the numbers."""
+    """Yield the bytes of a safetensors file in blocks: the length of the header, the header, the numbers."""
     header: dict[str, Any] = {"__metadata__": metadata}
     place = 0
-    # The widest numbers first, so that all are aligned, as the format wants it.
+    # The format requires alignment: put the widest numbers first.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     for name in order:
         v = tensors[name]
@@ -83,48 +83,48 @@ def _blocks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[An
 def read(
     directory: Path, fingerprint: str, device: torch.device, like: Saved | None = None
 ) -> tuple[Saved | None, list[str]]:
-    """Return the newest whole checkpoint of this experiment, or None, and what had to be passed over.
+    """Return the newest intact checkpoint of this experiment, or None, and a warning for each skipped file.
 
-    With `like`, its fields must have those names, types and shapes.
+    With `like`, the fields must have the same names, types and shapes.
     """
     warnings = []
     for path in _found(directory):
         match = _NAME.fullmatch(path.name)
         try:
             if match is None or _digest(path) != match[2]:
-                warnings.append(f"{path} is damaged and was passed over.")
+                warnings.append(f"{path} is damaged and was skipped.")
                 continue
             with safe_open(path, "pt") as file:
                 header = file.metadata() or {}
-                # A file's numbers may start at any multiple of their size, and a matrix product rounds differently where
-                # an address is not a multiple of 16: only a copy, placed by torch, resumes to the last bit. Private
-                # fields, which may be large, are copied into the run's own tables.
+                # A matrix product rounds differently if an address is not a multiple of 16, and numbers in a file may
+                # start anywhere. A copy made by torch is aligned, so the run resumes bit for bit. Private fields may be
+                # large; they are copied into the run's own tables anyway.
                 tensors = {
                     k: file.get_tensor(k).to(device, copy=not k.startswith("private."))
                     for k in file.keys()  # noqa: SIM118
                 }
             if header.get("format") != FORMAT:
-                raise NestfedError(f"{path} was written by another version of nestfed; start in another directory.")
+                raise NestfedError(f"{path} was written by another version of nestfed; choose another directory.")
             if header.get("fingerprint") != fingerprint:
-                raise NestfedError(f"{directory} holds another experiment's checkpoints; choose another directory.")
+                raise NestfedError(f"{directory} contains checkpoints of another experiment; choose another directory.")
             return _saved(tensors, json.loads(header["numbers"]), like), warnings
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
             reason = str(error).rstrip(".")
-            warnings.append(f"{path} cannot be read and was passed over ({reason}).")
+            warnings.append(f"{path} cannot be read and was skipped ({reason}).")
     if warnings:
-        warnings.append(f"No good checkpoint is left in {directory}: the run starts from the beginning.")
+        warnings.append(f"No valid checkpoint is left in {directory}: the run starts from the beginning.")
     return None, warnings
 
 
 def _saved(tensors: dict[str, Tensor], numbers: Any, like: Saved | None) -> Saved:
-    """Return what a checkpoint holds, after checking it: anybody may have written the file."""
+    """Return the content of a checkpoint after checking it, because the file may come from anywhere."""
     seen = tensors.pop("seen")
     groups: dict[str, Any] = {group: {} for group in _TENSORS}
     for name, value in tensors.items():
         group, _, key = name.partition(".")
         groups[group][key] = value
     if not isinstance(numbers, dict) or set(numbers) != set(_NUMBERS):
-        raise ValueError("its numbers are not those of a run")
+        raise ValueError("its counters are not those of a run")
     for name, value in numbers.items():
         _check_number(name, value)
     if seen.dim() != 1 or (like is not None and seen.dtype != like.state.seen.dtype):
@@ -134,7 +134,7 @@ def _saved(tensors: dict[str, Tensor], numbers: Any, like: Saved | None) -> Save
     if like is not None:
         _check_fields("shared", found.state.shared, like.state.shared)
         _check_fields("server", found.state.server, like.state.server)
-        # This process may hold the private fields of fewer clients than the file, or of none.
+        # The file may have private fields of more clients than this process.
         own = {k: v.new_empty((len(seen), *v.shape[1:]), device="meta") for k, v in like.private.items()}
         _check_fields("private", private, own)
     return found
@@ -153,7 +153,7 @@ def _check_fields(group: str, found: Fields, right: Fields) -> None:
         return {k: (v.dtype, tuple(v.shape)) for k, v in fields.items()}
 
     if form(found) != form(right):
-        raise ValueError(f"its {group} fields are not this run's")
+        raise ValueError(f"its {group} fields differ from this run's")
 
 
 def _digest(path: Path) -> str:

@@ -1,9 +1,9 @@
-"""Fewer bytes on the wire: what is sent as a change in fewer bits, rounding errors carried over to the next round.
+"""Compressed uploads and downloads: changes in fewer bits, with error feedback.
 
 A client sends every shared field as its change against the broadcast, v = field − broadcast + residual, rounded to
-Q(v), and keeps residual = v − Q(v) for its next upload, so that no rounding error is lost for good (error feedback).
-The server adds the mean of the Q(v) to its own, unrounded, fields. The broadcast may be rounded too; clients then
-start from the rounded one and send changes against it.
+Q(v). It adds residual = v − Q(v) to its next upload, so rounding errors do not accumulate (error feedback). The server
+adds the mean of the Q(v) to its own, unrounded fields. The broadcast may be rounded too; clients then start from the
+rounded one and send changes against it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from nestfed.core import Fields, NestfedError
 from nestfed.data.random import Purpose, Streams
 
 BLOCK = 256
-"""Numbers that share one scale in int8: layers differ in size by orders of magnitude."""
+"""Numbers that share one scale in int8. Layers differ in magnitude, so one scale for all would lose small values."""
 KINDS = ("float16", "bfloat16", "int8")
 SCALE = ".scale"
-"""Beside a field in int8: its scales."""
+"""Suffix for the scales of an int8 field."""
 RESIDUAL = "residual."
-"""Before a field's name in a client's private state: what rounding has lost so far."""
+"""Prefix for the rounding error of a field in a client's private state."""
 _LARGEST = {"float16": torch.finfo(torch.float16).max, "bfloat16": torch.finfo(torch.bfloat16).max}
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How uploads and downloads are sent; an empty kind means: as they are."""
+    """How uploads and downloads are sent; an empty kind sends them unchanged."""
 
     up: str = ""
     down: str = ""
@@ -38,14 +38,12 @@ class Encoding:
     def parse(cls, text: str) -> Encoding:
         """Read "UP" or "UP/DOWN", such as int8 or int8/float16."""
         up, _, down = text.partition("/")
-        if down and not up:  # the server would average points that lie near the rounded broadcast, and lose small steps
-            raise NestfedError(
-                f"exchange.encode = {text!r} rounds downloads only; name a kind for uploads too: int8{text}."
-            )
+        if down and not up:  # the server would average points near the rounded broadcast and lose small steps
+            raise NestfedError(f"exchange.encode = {text!r} rounds downloads only; add a kind for uploads: int8{text}.")
         if (up and up not in KINDS) or (down and down not in KINDS[:2]):
             raise NestfedError(
-                f"exchange.encode must be one of {', '.join(KINDS)} for uploads, perhaps followed by /float16 or /bfloat16 "
-                f"for downloads, not {text!r}."
+                f"exchange.encode must be one of {', '.join(KINDS)} for uploads, optionally followed by /float16 or "
+                f"/bfloat16 for downloads, not {text!r}."
             )
         return cls(up, down)
 
@@ -54,7 +52,7 @@ class Encoding:
         return {k: round_to(self.down, v) for k, v in shared.items()} if self.down else shared
 
     def noise(self, seed: int, ns: Sequence[int], round: int, fields: Fields) -> dict[str, Tensor]:
-        """Return the random numbers of the stochastic rounding, one row per client; the same wherever they are drawn."""
+        """Return the random numbers for stochastic rounding, one row per client; every engine draws the same ones."""
         if self.up != "int8":
             return {}
         streams = Streams(seed)
@@ -70,7 +68,7 @@ class Encoding:
     def pack(
         self, upload: Fields, received: Fields, residual: Fields, noise: Fields
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what is sent and the new residuals; a leading axis of clients goes through."""
+        """Return the encoded upload and the new residuals; works with a leading axis of clients."""
         packed: dict[str, Tensor] = {}
         lost = {}
         for k, value in upload.items():
@@ -81,7 +79,7 @@ class Encoding:
         return packed, lost
 
     def unpack(self, packed: Fields, old: Fields, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the fields that the server averages: its own plus the changes that were sent."""
+        """Return the fields that the server averages: its own plus the decoded changes."""
         return {
             k: old[k] + expand(self.up, {s: packed[k + s] for s in ("", SCALE) if k + s in packed}, old[k])
             for k in names
@@ -93,28 +91,28 @@ class Encoding:
 
 
 def round_to(kind: str, value: Tensor) -> Tensor:
-    """Return the nearest numbers of float16 or bfloat16, too large ones as the largest."""
+    """Round to float16 or bfloat16; values beyond the range become the largest."""
     most = _LARGEST[kind]
     return value.clamp(-most, most).to(getattr(torch, kind)).to(value.dtype)
 
 
 def squeeze(kind: str, change: Tensor, noise: Tensor | None = None) -> dict[str, Tensor]:
-    """Return a change in fewer bits: "" is the numbers, ".scale" their scales if they have some."""
+    """Return a change in fewer bits: the key "" is the numbers, ".scale" their scales (int8 only)."""
     if kind != "int8":
         most = _LARGEST[kind]
         small = change.clamp(-most, most).to(getattr(torch, kind))
         return {"": small.view(torch.int16) if kind == "bfloat16" else small}  # numpy, and so the wire, has no bfloat16
     blocks = _blocks(change)
-    scale = (blocks.abs().amax(-1) / 127).to(torch.float32).to(change.dtype)  # as the receiver will see it
+    scale = (blocks.abs().amax(-1) / 127).to(torch.float32).to(change.dtype)  # as the receiver sees it
     steps = blocks / torch.where(scale > 0, scale, torch.ones_like(scale))[..., None]
     flat = steps.flatten(-2)[..., : change.shape[-1]]
-    # Rounded up with the probability of what lies above the lower neighbour: right in the mean.
+    # Stochastic rounding: up with the probability of the fractional part, so the mean is right.
     whole = torch.floor(flat + (0.5 if noise is None else noise)).clamp(-127, 127)
     return {"": whole.to(torch.int8), SCALE: scale.to(torch.float32)}
 
 
 def expand(kind: str, sent: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """Return the change that was sent, in the dtype of `like`."""
+    """Decode a change, in the dtype of `like`."""
     value = sent[""]
     if kind == "bfloat16":
         value = value.view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Where clients are: in this process, in worker processes, on several machines, at institutions."""
+"""The interface of a federation: clients in this process, in workers, on several machines, or at institutions."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from nestfed.engine.round import Order, Reply
 
 
 class Federation(Protocol):
-    """Runs the clients' halves of rounds, and keeps their private fields."""
+    """Runs the clients' half of each round and keeps their private fields."""
 
     def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
-        """Run a round. `shared` are the server's fields; clients receive them as the exchange rounds them.
+        """Run a round. `shared` are the server's fields; the exchange may round them for the clients.
 
-        With `evaluate` the clients also evaluate the broadcast, where they are the ones who do.
+        With `evaluate`, clients also evaluate the broadcast, if the federation supports that.
         """
 
     def own(self) -> Fields:
-        """Return the private fields of this process's clients, one row each; none where they stay at the clients."""
+        """Return the private fields of this process's clients, one row each; empty if they stay at the clients."""
 
     def private(self) -> Fields:
         """Return the private fields of all clients, for a checkpoint (in the leading process)."""
 
     def restore(self, private: Fields) -> None:
-        """Take private fields from a checkpoint."""
+        """Load private fields from a checkpoint."""
 
     def agree(self, value: Any) -> Any:
-        """Return the leading process's value on all of them."""
+        """Return the leading process's value in every process."""
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
@@ -38,7 +38,7 @@ class Federation(Protocol):
 
 
 class Failing:
-    """A federation in which clients that were asked fail to answer with some probability, to study methods under it."""
+    """A federation that simulates failures: each asked client fails to answer with some probability."""
 
     def __init__(self, inner: Federation, failures: float, clients: int, seed: int) -> None:
         self.inner, self.failures, self.clients, self.streams = inner, failures, clients, Streams(seed)
@@ -46,7 +46,7 @@ class Failing:
         self.agree, self.any, self.close = inner.agree, inner.any, inner.close
 
     def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
-        """Run the round of those who answer; the others' downloads count."""
+        """Run the round with the clients that answer; count the downloads of all."""
         luck = self.streams.at(Purpose.FAILURE, 0, order.round).random(self.clients)
         reply = self.inner.run(order.only([i for i, n in enumerate(order.asked) if luck[n] >= self.failures]), shared)
         reply.downloads = len(order.asked)

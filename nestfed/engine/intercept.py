@@ -1,4 +1,4 @@
-"""A problem whose evaluations are timed or watched, without the problem knowing."""
+"""Wrap the evaluations of a problem, to time them or to check their numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EVALUATIONS: Mapping[Any, tuple[str, ...]] = {
     Saddle: ("grads",),
     SolvableSaddle: ("best_dual",),
 }
-"""What an algorithm may evaluate of each kind of problem."""
+"""The methods that an algorithm may call, by kind of problem."""
 
 
 def intercepted(problem: P, around: Around) -> P:
-    """Return a copy of the problem with something around its evaluations."""
+    """Return a copy of the problem with `around` applied to each evaluation."""
     twin = copy.copy(problem)
     for kind, names in EVALUATIONS.items():
         if isinstance(problem, kind):
@@ -35,7 +35,7 @@ def intercepted(problem: P, around: Around) -> P:
 
 
 def timed(reply: Reply) -> Around:
-    """Measure the time of every evaluation, and of the pullback that it may return."""
+    """Time every evaluation, and the pullback that it may return."""
 
     def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -61,20 +61,20 @@ def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         result = function(*args)
         if isinstance(args[-1], Batch) and args[-1].tape.loss is not None:
-            refuse_infinite({"loss": args[-1].tape.loss})
+            reject_infinite({"loss": args[-1].tape.loss})
         parts = result if isinstance(result, tuple) else (result,)
         for part in parts:
             if callable(part) and not isinstance(part, Tensor):
                 return *parts[:-1], watched("grad", part)
-            refuse_infinite({what.get(name, "the gradient"): part})
+            reject_infinite({what.get(name, "the gradient"): part})
         return result
 
     return call
 
 
-def refuse_infinite(named: Mapping[str, Any]) -> None:
-    """Raise an error for the first tensor that holds an infinite or NaN number."""
+def reject_infinite(named: Mapping[str, Any]) -> None:
+    """Raise an error for the first tensor with an infinite or NaN number."""
     for name, value in named.items():
-        # The square too: what is sent is judged by its norm, which overflows before the number does.
+        # Check the square: uploads are checked by their norm, which overflows before the number does.
         if isinstance(value, Tensor) and not bool(torch.isfinite(value.square().sum())):
             raise WrongNumberError(name)

@@ -1,4 +1,4 @@
-"""Clients in this process: one after another, or vectorised. A deployed site is this, with one client."""
+"""Clients in this process, one after another or vectorised. A deployed site is a `Local` with one client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from nestfed.core import Clients, Data, DivergedError, Fields, NestfedError, Problem
 from nestfed.data.random import Streams
 from nestfed.engine.encode import RESIDUAL
-from nestfed.engine.intercept import WrongNumberError, intercepted, refuse_infinite, timed, watched
+from nestfed.engine.intercept import WrongNumberError, intercepted, reject_infinite, timed, watched
 from nestfed.engine.options import Exchange
 from nestfed.engine.program import TAP, AnyAlgorithm, Program, Report, Span, dropout_keys
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
@@ -23,18 +23,18 @@ from nestfed.engine.store import Store, Tables
 from nestfed.problems.flat import channels_last
 
 WIDEST = 256
-"""Clients that are vectorised at once: enough to use the processor, few enough to bound the memory."""
+"""The most clients to vectorise at once: enough to use the processor, few enough to bound memory."""
 ROOM = 2**22
-"""Numbers in one field of all clients that are vectorised at once: beyond, they leave the processor's cache."""
+"""The most numbers in one field of all clients vectorised at once: more would not fit the processor's cache."""
 
 
 class Inputs(NamedTuple):
-    """What the rounds of some clients start from, one row each."""
+    """The inputs of some clients' rounds, one row each."""
 
     shared: Fields
     private: Fields
     stale: Tensor | None
-    """Whether each sat out the last round; None if none did."""
+    """Whether each client skipped the last round; None if none did."""
     batches: Sequence[Data]
     """One for each iteration."""
     keys: Sequence[Tensor | None]
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
 @dataclass
 class Local:
-    """Runs clients here."""
+    """Runs clients in this process."""
 
     problem: Problem
     method: AnyAlgorithm
@@ -57,7 +57,7 @@ class Local:
     pieces: int = 1
     profiled: bool = False
     template: Any = None
-    """A state of the method; only its scratch fields are read, the others come with every round."""
+    """A state of the method; only its scratch fields are used, the others arrive with every round."""
 
     def __post_init__(self) -> None:
         self.streams = Streams(self.seed)
@@ -69,12 +69,12 @@ class Local:
             self.template = self.method.init(self.problem, self.problem.x0)
         brought = (*self.method.shared, *self.method.private)
         self.template = self.template._replace(**{k: getattr(self.template, k).new_empty(0) for k in brought})
-        # Convolutions on a processor are up to twice as fast with the channels innermost; measured, not for vmap.
+        # Measured: channels-last convolutions are up to twice as fast on a CPU, but not under vmap.
         self.planar = not self.vectorised and self.problem.planar and self.device.type == "cpu"
         self._step = torch.compile(self._steps) if self.compiled else self._steps
         self.compiling = 0.0
 
-    # -- the federation's verbs
+    # -- the federation's methods
 
     def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
         """Run a round."""
@@ -85,7 +85,7 @@ class Local:
 
     def work(self, order: Order, shared: Fields, reply: Reply) -> None:
         """Run the clients of an order and add their uploads to a reply."""
-        # Vectorised steps are many small operations, which threads only slow down.
+        # Vectorised steps are many small operations; threads only slow them down.
         with _threads(1 if self.vectorised and self.device.type == "cpu" else 0), torch.no_grad():
             fold = Fold(self.exchange, shared, reply, self.weight)
             for upload in self.uploads(order, self.exchange.encoding.broadcast(shared), reply):
@@ -93,7 +93,7 @@ class Local:
                     fold.add(upload)
 
     def own(self) -> Fields:
-        """Return the private fields of all clients; those on a site's disk stay there."""
+        """Return the private fields of all clients; empty at a deployed site, which keeps them on disk."""
         return self.store.fields if isinstance(self.store, Tables) else {}
 
     def private(self) -> Fields:
@@ -101,27 +101,27 @@ class Local:
         return self.own()
 
     def restore(self, private: Fields) -> None:
-        """Take private fields from a checkpoint."""
+        """Load private fields from a checkpoint."""
         for k, v in self.own().items():
             v.copy_(private[k])
 
     def agree(self, value: Any) -> Any:
-        """Return the value: there is one process."""
+        """Return the value, as this is the only process."""
         return value
 
     def any(self, flag: bool) -> bool:
-        """Return the flag: there is one process."""
+        """Return the flag, as this is the only process."""
         return flag
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     # -- the clients' half of a round
 
     def uploads(self, order: Order, received: Fields, reply: Reply) -> Iterator[Upload]:
-        """Run the clients and return what they send, as many at a time as are vectorised together.
+        """Run the clients and yield their uploads, one chunk of vectorised clients at a time.
 
-        Time and clients with infinite or NaN numbers are noted in the reply.
+        The reply collects times, and clients with infinite or NaN numbers.
         """
         width = max(1, min(WIDEST, ROOM // self.problem.x0.numel())) if self.vectorised else 1
         for start in range(0, len(order.asked), width):
@@ -130,7 +130,7 @@ class Local:
                 yield upload
 
     def _chunk(self, order: Order, received: Fields, start: int, stop: int, reply: Reply) -> Upload | None:
-        """Run some clients at once; their new private fields are stored before this returns."""
+        """Run some clients at once and store their new private fields."""
         ns = list(order.asked[start:stop])
         problem = intercepted(self.problem, timed(reply)) if self.profiled else self.problem
         program = Program(
@@ -187,7 +187,7 @@ class Local:
     def _together(self, program: Program, inputs: Inputs) -> tuple[Fields, Fields, Report]:
         """Run the clients' whole round in one vectorised call."""
         run = torch.vmap(
-            program.__call__,  # the method has a name; vmap would print the whole program to make one
+            program.__call__,  # vmap prints the whole program if the function has no name
             in_dims=(None, 0, None if inputs.stale is None else 0, 0, None if inputs.keys[0] is None else 0),
             randomness="error",
         )
@@ -196,14 +196,14 @@ class Local:
     def _compiled(self, program: Program, inputs: Inputs) -> tuple[Fields, Fields, Report]:
         """Run the round step by step, each step vectorised and compiled.
 
-        A step is the unit because it is the same in every round; t is an ordinary number to the compiler, which makes
-        its own code for t = 0 and one for all later ones.
+        The unit is a step because all rounds share it. The compiler treats t as a number and compiles twice: for t = 0
+        and for all later t.
         """
         shared, mine, stale, batches, keys = inputs
         count = len(next(iter(mine.values()))) if mine else len(tree_leaves(batches[0])[0])
         wide = {k: v.expand(count, *v.shape) for k, v in shared.items()}
         s = torch.vmap(program.begin, in_dims=(0, 0, None if stale is None else 0))(wide, mine, stale)
-        # What a method passes through does not yet exist once for every client.
+        # Fields that a method passes through unchanged are still shared by all clients.
         s = type(s)(*(v.contiguous() for v in s))
         losses, taps = [], {}
         for t, batch, key in zip(range(*program.span), batches, keys):
@@ -213,7 +213,7 @@ class Local:
             except Exception as error:
                 if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     reason = str(error).strip().split("\n")[0]
-                    raise NestfedError(f"compile: this problem or machine cannot compile a step ({reason}).") from error
+                    raise NestfedError(f"compile: this problem or machine cannot compile a step: {reason}.") from error
                 raise
             if _graphs() != graphs:
                 self.compiling += perf_counter() - began
@@ -244,7 +244,7 @@ class Local:
 
     def _alone(self, program: Program, inputs: Inputs, i: int) -> tuple[Fields, Fields, Report]:
         """Run the round of the i-th client of the inputs."""
-        lay = channels_last if self.planar else _as_it_is
+        lay = channels_last if self.planar else _unchanged
         return program(
             inputs.shared,
             {k: v[i] for k, v in inputs.private.items()},
@@ -256,7 +256,7 @@ class Local:
     def _encoded(
         self, fields: Fields, received: Fields, kept: Fields, ns: Sequence[int], round: int
     ) -> tuple[Fields, Fields]:
-        """Return uploads as they are sent, and what rounding lost of them."""
+        """Return encoded uploads and their rounding errors."""
         encoding = self.exchange.encoding
         if not encoding.up:
             return fields, {}
@@ -266,11 +266,11 @@ class Local:
         packed, lost = encoding.pack(plain, received, residual, encoding.noise(self.seed, ns, round, received))
         return packed | tap, {RESIDUAL + k: v for k, v in lost.items()}
 
-    # -- errors that say where
+    # -- errors with their location
 
     @contextmanager
     def _blamed(self, ns: Sequence[int], round: int) -> Iterator[None]:
-        """Turn an error in the user's own f, g or model into a sentence that says where; the cause stays attached."""
+        """Turn an error in the user's f, g or model into a message with client and round; keep the cause attached."""
         try:
             yield
         except NestfedError:
@@ -284,14 +284,14 @@ class Local:
             ) from error
 
     def _culprit(self, program: Program, inputs: Inputs, round: int, n: int, i: int) -> str:
-        """Run a client's round again and name the first number that became infinite or NaN."""
+        """Rerun a client's round and describe the first number that became infinite or NaN."""
         where = f"at client {self.clients.label(n)}"
         now = program.span.start
 
         def watch(t: int, s: Any, loss: Tensor | None) -> None:
             nonlocal now
             now = t
-            refuse_infinite({**({} if loss is None else {"loss": loss}), **s._asdict()})
+            reject_infinite({**({} if loss is None else {"loss": loss}), **s._asdict()})
             now = t + 1
 
         try:
@@ -303,17 +303,17 @@ class Local:
             leaves = tree_leaves(inputs.batches[now - program.span.start])
             numbers = [v[i] for v in leaves if isinstance(v, Tensor) and v.is_floating_point()]
             if not all(bool(torch.isfinite(v).all()) for v in numbers):
-                return f"The data hold infinite or NaN values {step}, and so {wrong} became infinite or NaN."
+                return f"The data contain infinite or NaN values {step}, so {wrong} became infinite or NaN."
             name = str(wrong).replace("the ", "The ", 1)
             return (
-                f"{name} became infinite, NaN or too large {step}: the step size is too large, or the data hold such "
+                f"{name} became infinite, NaN or too large {step}: the step size is too large, or the data contain such "
                 "values."
             )
-        return f"A number became infinite or NaN {where} in what it sent or keeps after round {round + 1}."
+        return f"A number became infinite or NaN {where} in its upload or private fields after round {round + 1}."
 
 
 def _checked(fields: Fields, private: Fields, report: Report) -> tuple[Tensor, list[int]]:
-    """Return every client's loss and movement, and the clients whose numbers are all finite."""
+    """Return each client's loss and movement, and the positions of clients whose numbers are all finite."""
     sums = (v.sum(list(range(1, v.dim()))) if v.dim() > 1 else v for v in (*fields.values(), *private.values()))
     numbers = torch.stack([*report, *sums]).double()
     good = torch.isfinite(numbers).all(0).tolist()
@@ -329,13 +329,13 @@ def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def _as_it_is(leaf: Tensor) -> Tensor:
+def _unchanged(leaf: Tensor) -> Tensor:
     return leaf
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch use this many threads inside; 0 leaves it as it is."""
+    """Limit torch to this many threads; 0 = no change."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -1,7 +1,7 @@
 """The loop over rounds, for simulations and deployments alike.
 
-`rounds` is a generator: it yields the work of a round and receives the reply, so whoever drives it decides where clients
-are. It owns participation, evaluation, the record, checkpoints, progress and interrupts; no federation can lack them.
+`rounds` is a generator: it yields the work of a round and receives the reply, so its driver decides where clients run.
+It owns participation, evaluation, the record, checkpoints, progress and interrupts, so every federation has them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nestfed.engine.run_directory import Interrupted, RunDirectory
 
 @dataclass(frozen=True)
 class Work:
-    """What the loop asks of a federation."""
+    """One request from the loop to a federation."""
 
     order: Order
     shared: Fields
@@ -31,7 +31,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: how rounds are closed, how many there are, who evaluates."""
+    """A run: its rules, its number of rounds, and who evaluates."""
 
     rules: Rules
     rounds: int
@@ -39,11 +39,11 @@ class Plan:
     seed: int
     evaluation: Evaluation
     evaluate: Callable[[RunState], Mapping[str, float]] | None = None
-    """Evaluates the state here; None if the clients evaluate the broadcast, or nobody does."""
+    """Evaluates the state on the server; None if the clients evaluate, or nobody does."""
     clients_evaluate: bool = False
 
     def tap(self) -> int:
-        """Return the iteration whose averaged point is returned, drawn uniformly from all; −1 without keep = "uniform"."""
+        """Return the iteration whose averaged point is returned, drawn uniformly; −1 unless keep = "uniform"."""
         if self.evaluation.keep != "uniform":
             return -1
         t = 0
@@ -52,7 +52,7 @@ class Plan:
         return int(Streams(self.seed).at(Purpose.OUTPUT, 0, 0).integers(max(t, 1)))
 
     def order(self, state: RunState, tap: int, train: bool) -> Order:
-        """Return what the next round asks for."""
+        """Return the order of the next round."""
         rules = self.rules
         asked = rules.exchange.draw(Streams(self.seed), rules.clients, state.round) if train else []
         span = span_from(rules.method, state.t, self.q)
@@ -60,11 +60,11 @@ class Plan:
 
 
 def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, Reply, None]:
-    """Advance the state round by round until the plan is fulfilled."""
+    """Advance the state round by round until the plan is complete."""
     tap = plan.tap()
     if 0 <= tap < state.t and "uniform" not in state.kept:
         raise NestfedError(
-            f"evaluation.keep = 'uniform' needs a run from its start, but {book.path} holds one without it."
+            f"evaluation.keep = 'uniform' must be set from the start, but {book.path} contains a run without it."
         )
     while True:
         over = state.round >= plan.rounds
@@ -92,7 +92,7 @@ def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, R
 
 
 def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirectory) -> None:
-    """Run a plan's rounds on a federation. After an error, what is good is saved and the error says where."""
+    """Run a plan's rounds on a federation. After an error, save the last good state and name its location in the error."""
     loop = rounds(plan, state, book)
     try:
         work = next(loop, None)
@@ -107,7 +107,7 @@ def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirector
 
 
 def send(loop: Generator[Work, Reply, None], reply: Reply) -> Work | None:
-    """Give the loop a reply; return its next work, or None at the end."""
+    """Send the loop a reply; return its next work, or None at the end."""
     try:
         return loop.send(reply)
     except StopIteration:

@@ -1,4 +1,4 @@
-"""Memory that worker processes share, and that lies on disk when there is much of it."""
+"""Memory shared by worker processes, backed by a file on disk if it is large."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nestfed.core import NestfedError
 
 
 def table(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None = None) -> Tensor:
-    """Return zeros that processes forked from this one see too; with a folder they lie in a file there.
+    """Return zeros shared with forked processes; with a folder, in a file there.
 
-    The file has no name, so it is gone with the last process that has it.
+    The file is unnamed, so it disappears with the last process that uses it.
     """
     count = prod(shape)
     if count == 0:
@@ -38,7 +38,7 @@ def table(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None = None
 
 
 def physical() -> int:
-    """Return the bytes of this machine's memory, or of the part that this process may use."""
+    """Return the bytes of memory that this process may use."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,4 +1,4 @@
-"""The options of a run, declared once: they are arguments of `simulate` and tables of an experiment file."""
+"""The options of a run: arguments of `simulate` and tables of an experiment file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from nestfed.engine.reduce import Reduction
 
 @dataclass(frozen=True)
 class Evaluation:
-    """When a run is evaluated, and which point it returns: the table [evaluation]."""
+    """The [evaluation] table: when to evaluate, and which point to return."""
 
     every: int = 1
-    """Evaluate after every so many rounds, and after the last."""
+    """Rounds between evaluations; the last round is always evaluated."""
     keep: str = "last"
-    """The point that is returned: last, uniform (drawn from all averaged iterates) or best (by `metric`)."""
+    """The point to return: last, uniform (drawn from all averaged iterates) or best (by `metric`)."""
     metric: str | Metric = ""
     """The metric that decides: for keep = "best", for tuning and in tables."""
 
@@ -33,7 +33,7 @@ class Evaluation:
         _of_type("evaluation.metric", self.metric, (str, Metric), "the name of a metric, or a Metric")
 
     def due(self, round: int, over: bool) -> bool:
-        """Return whether the state after this many rounds is evaluated."""
+        """Return whether to evaluate after this many rounds."""
         return over or round % self.every == 0
 
 
@@ -55,24 +55,24 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who takes part in a round and what crosses the network: the table [exchange]."""
+    """The [exchange] table: who takes part in a round and what crosses the network."""
 
     count: int = 0
-    """Clients that are asked in a round, drawn at random; 0 = all."""
+    """Clients per round, drawn at random; 0 = all."""
     share: float = 1.0
-    """The probability with which each client is asked in a round."""
+    """The probability that a client takes part in a round."""
     failures: float = 0.0
-    """The probability that a client that was asked does not answer (simulation only)."""
+    """The probability that a client fails to answer (simulation only)."""
     weights: str = "equal"
     """How clients are weighted in the mean: equal, or examples (by their training examples)."""
     encode: str = ""
     """Send fewer bits: float16, bfloat16 or int8 for uploads; int8/float16 rounds downloads too."""
     reduce: str = "mean"
-    """What replaces the mean over clients: median, trimmed:SHARE, or clip:NORM (the mean of clipped changes)."""
+    """How to combine uploads: mean, median, trimmed:SHARE, or clip:NORM (the mean of clipped changes)."""
     privacy: Gaussian | None = None
     """Differential privacy for clients; the run reports ε."""
     on_nan: str = "stop"
-    """What happens when a client's numbers become infinite or NaN: stop the run, or drop the client from the round."""
+    """If a client's numbers become infinite or NaN: stop the run, or drop the client from the round."""
 
     def __post_init__(self) -> None:
         _whole("exchange.count", self.count, 0)
@@ -93,10 +93,10 @@ class Exchange:
             raise NestfedError(f"exchange.privacy is a clipped mean: leave exchange.reduce out, not {self.reduce!r}.")
         if self.privacy and self.count:
             raise NestfedError(
-                "exchange.privacy is accounted for when all clients take part, or each with a probability: set "
-                f"exchange.share instead of exchange.count = {self.count}."
+                "exchange.privacy needs clients that take part always or with a given probability: set exchange.share "
+                f"instead of exchange.count = {self.count}."
             )
-        _ = self.encoding, self.reduction  # they reject what they cannot read
+        _ = self.encoding, self.reduction  # reject invalid values now
 
     @cached_property
     def encoding(self) -> Encoding:
@@ -109,16 +109,16 @@ class Exchange:
         return Reduction("clip", self.privacy.clip) if self.privacy else Reduction.parse(self.reduce)
 
     def check(self, clients: int) -> None:
-        """Reject a count that this many clients do not have."""
+        """Reject a count above the number of clients."""
         if self.count > clients:
             raise NestfedError(f"exchange.count must be at most the number of clients, {clients}, not {self.count}.")
 
     def participants(self, clients: int) -> int:
-        """Return how many clients are asked in a round, or on average."""
+        """Return the (expected) number of clients in a round."""
         return self.count or max(1, round(self.share * clients))
 
     def draw(self, streams: Streams, clients: int, round: int) -> list[int]:
-        """Return the clients that are asked in a round."""
+        """Draw the clients of a round."""
         everybody = list(range(clients))
         if 0 < self.count < clients:
             generator = streams.at(Purpose.PARTICIPATION, 0, round)
@@ -131,20 +131,20 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Execution:
-    """How clients are run: the table [execution]. It changes no number beyond rounding, except `precision`."""
+    """The [execution] table: how to run clients. Results change by rounding only, except with `precision`."""
 
     mode: str = "auto"
     """vmap (clients in one vectorised call, in chunks), loop (one after another), or auto (vmap for small dense models)."""
     workers: int = 0
     """Processes that share the clients; 0 = automatic."""
     compile: bool = False
-    """Compile vectorised steps: takes some seconds, then small dense problems are several times faster."""
+    """Compile vectorised steps: takes a few seconds, then runs small dense problems several times faster."""
     device: str = "cpu"
-    """The device of torch that clients are run on."""
+    """The torch device for the clients."""
     precision: str = "full"
     """full, or bf16: compute matrix products and convolutions in 16 bits; state keeps its own type."""
     accumulate: int = 1
-    """Evaluate every batch in this many pieces, when it does not fit into memory as a whole."""
+    """Evaluate each batch in this many pieces, to save memory."""
     memory_gb: float = 0.0
     """Keep clients' private fields on disk beyond this size; 0 = half of the machine's memory."""
     checkpoint_every: int = 10

@@ -1,8 +1,8 @@
-"""Differential privacy for clients: Gaussian noise on the sum of clipped changes, and what ε that comes to.
+"""Differential privacy for clients: Gaussian noise on the sum of clipped changes, and the resulting ε.
 
-In every round the server adds N(0, (noise · clip)²) to each number of Σ clipped(upload − broadcast), all shared fields
-jointly, and divides by the expected number of participants, which does not depend on who is there (McMahan et al.
-2018). The accountant is Google's (`pip install 'nestfed[privacy]'`).
+In every round the server adds N(0, (noise · clip)²) to each number of Σ clipped(upload − broadcast), over all shared
+fields jointly. It divides by the expected number of participants, which reveals nothing about who took part (McMahan et
+al. 2018). The accountant is Google's (`pip install 'nestfed[privacy]'`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from nestfed.engine.options import Exchange
 
 @dataclass(frozen=True)
 class Noise:
-    """How much noise there is, in units of the clipping norm, and among how many."""
+    """The noise of a run, in units of the clipping norm."""
 
     multiplier: float
     clip: float
     clients: int
     rate: float
-    """The probability with which a client takes part in a round; 1 means always."""
+    """The probability that a client takes part in a round; 1 = always."""
 
     @classmethod
     def plan(cls, exchange: Exchange, clients: int) -> Noise | None:
@@ -45,7 +45,7 @@ class Noise:
         return self.rate * self.clients
 
     def draw(self, fields: Fields, round: int, seed: int | None) -> dict[str, Tensor]:
-        """Return the noise of a round's sums. Without a seed it is secret; with one it can be drawn again by anybody."""
+        """Return the noise of a round's sums: secret without a seed, reproducible with one."""
         key = (
             secrets.token_bytes(16) if seed is None else hashlib.sha256(f"noise {seed} {round}".encode()).digest()[:16]
         )
@@ -57,18 +57,18 @@ class Noise:
         }
 
     def mean(self, sums: Fields, base: Fields, round: int, seed: int | None) -> dict[str, Tensor]:
-        """Return the broadcast plus the noisy mean of the changes whose sums are given."""
+        """Return the broadcast plus the noisy mean of the changes, given their sums."""
         noise = self.draw(sums, round, seed)
         return {k: base[k] + (v + noise[k]) / self.expected for k, v in sums.items()}
 
     @property
     def delta(self) -> float:
-        """The δ that ε is told for: well below one in the number of clients."""
+        """The δ for which ε is reported, well below 1 / clients."""
         return min(1e-5, 0.1 / self.clients)
 
     def statement(self, rounds: int, names: tuple[str, ...]) -> str:
-        """Return ε and all that it rests on, in one sentence."""
-        told = (
+        """Return ε and its assumptions in one sentence."""
+        sampling = (
             "all clients in every round"
             if self.rate >= 1
             else f"each client in each round with probability {self.rate:g}, by draws that stay secret"
@@ -76,7 +76,7 @@ class Noise:
         value = epsilon(self.multiplier, self.rate, rounds, self.delta)
         return (
             f"Privacy: ε = {value:.4g} at δ = {self.delta:.3g} for what the server publishes in {rounds} rounds; the unit is "
-            f"one client with all its examples (added or removed); {told}; changes clipped to {self.clip:g} and noise of "
+            f"one client with all its examples (added or removed); {sampling}; changes clipped to {self.clip:g} and noise of "
             f"{self.multiplier:g} times that on the sum, over the fields {', '.join(names)} jointly; RDP accountant of "
             "dp-accounting; the server is trusted with single uploads, and metrics must come from public data."
         )
@@ -93,12 +93,12 @@ def epsilon(noise: float, rate: float, rounds: int, delta: float) -> float:
     event = library.GaussianDpEvent(noise)
     sampled = event if rate >= 1 else library.PoissonSampledDpEvent(rate, event)
     accountant = rdp.RdpAccountant()
-    talk = logging.getLogger("absl")
-    level = talk.level
-    talk.setLevel(logging.ERROR)  # it tells of every Rényi order that it leaves out, which only makes ε larger
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)  # hide a warning for each skipped Rényi order; skipping only makes ε larger
     try:
         accountant.compose(sampled, rounds)
         found = float(accountant.get_epsilon(delta))
     finally:
-        talk.setLevel(level)
+        log.setLevel(level)
     return found if math.isfinite(found) else float("inf")

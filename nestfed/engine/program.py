@@ -1,4 +1,4 @@
-"""The client's half of a round: receive, take the local steps, send. It runs as it is, or vectorised over clients."""
+"""The client's half of a round: receive, take local steps, send. It runs for one client or vectorised over many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nestfed.problems.base import leading
 AnyAlgorithm = Algorithm[Any, Any]
 
 TAP = "tap."
-"""Beside an upload: the point after the iteration that was drawn for keep = "uniform"."""
+"""The key in an upload for the point after the iteration drawn for keep = "uniform"."""
 
 
 class Span(NamedTuple):
@@ -39,7 +39,7 @@ def span_from(method: AnyAlgorithm, t: int, q: int) -> Span:
 
 
 class Report(NamedTuple):
-    """What one client's round says beside its upload."""
+    """Statistics of one client's round, sent with its upload."""
 
     loss: Tensor
     moved: Tensor
@@ -56,13 +56,13 @@ class Program:
     span: Span
     eager: bool
     tap: int = -1
-    """After this iteration the point is uploaded too."""
+    """Upload the point after this iteration too."""
     watch: Callable[[int, Any, Tensor | None], None] | None = None
-    """Called after every step, to find out where numbers became infinite or NaN."""
+    """Called after every step, to find where numbers became infinite or NaN."""
     examples: int = 0
     evaluations: int = 0
     noted: bool = False
-    """Whether the problem has noted a loss."""
+    """Whether the problem recorded a loss."""
     precision: torch.dtype | None = None
     pieces: int = 1
 
@@ -86,7 +86,7 @@ class Program:
         return self.finish(s, shared, losses, taps)
 
     def begin(self, shared: Fields, private: Fields, stale: Any) -> Any:
-        """Take in the download; `stale` marks a client that sat out the last round."""
+        """Load the download; `stale` marks a client that skipped the last round."""
         s = self.template._replace(**shared, **private)
         if stale is not None:
             fresh = self.method.rejoin(s, self.span.start)
@@ -97,7 +97,7 @@ class Program:
         """Take the step of iteration t; return the new state and what it cost."""
         tape = Tape()
         s = self.method.step(self.problem, s, Batch(data, key, tape, self.eager, self.precision, self.pieces), t)
-        if not tape.evaluations:  # the problem counts nothing
+        if not tape.evaluations:  # the problem does not count evaluations
             tape.note(leading(data))
         return s, tape
 

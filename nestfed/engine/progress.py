@@ -1,4 +1,4 @@
-"""A progress bar with the time left and live metrics; nothing at all when nobody watches."""
+"""A progress bar with the time left and current metrics; hidden when stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 from nestfed.engine.round import Record
 
 FLAT, LEAST = 1e-3, 5
-"""A metric is flat if the last evaluations, at least so many and a third of all, lie so close to the latest."""
+"""A metric is flat if its last evaluations (at least LEAST, and a third of all) are within FLAT of the latest."""
 
 
 def flat_since(curve: Sequence[tuple[int, float]]) -> int | None:

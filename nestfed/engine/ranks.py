@@ -1,8 +1,8 @@
-"""Several machines: every rank of torch.distributed (`torchrun`) runs the clients of its own block.
+"""Several machines: every rank of torch.distributed (`torchrun`) runs its own block of clients.
 
-All ranks hold the shared fields and do the same arithmetic on the same sums; the private fields of a client are only on
-its rank. Rank 0 alone evaluates, records, and writes checkpoints, which hold the private fields of all clients, so any
-number of ranks may resume them.
+All ranks have the shared fields and do the same arithmetic on the same sums; only its rank has a client's private
+fields. Rank 0 alone evaluates, records, and writes checkpoints. They contain the private fields of all clients, so a
+run may resume with another number of ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nestfed.engine.round import Order, Reply
 
 
 class Group:
-    """The ranks that run an experiment together; without `torchrun`, a single one."""
+    """The ranks of a run; without `torchrun`, a single one."""
 
     def __init__(self, rank: int = 0, count: int = 1) -> None:
         self.rank, self.count = rank, count
 
     @classmethod
     def join(cls, device: torch.device) -> Group:
-        """Join the ranks that `torchrun` started, if it did."""
+        """Join the ranks that `torchrun` started, if any."""
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count == 1 or "RANK" not in os.environ:
             return cls()
@@ -38,32 +38,32 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """This rank evaluates and writes."""
+        """Whether this rank evaluates and writes."""
         return self.rank == 0
 
     def block(self, clients: int, rank: int | None = None) -> range:
-        """Return the clients of a rank, this one unless another is named."""
+        """Return the clients of a rank; None = this one."""
         rank = self.rank if rank is None else rank
         return range(rank * clients // self.count, (rank + 1) * clients // self.count)
 
 
 class Ranks:
-    """Runs this rank's clients by another federation and adds up over all ranks."""
+    """Runs this rank's clients with another federation and sums over all ranks."""
 
     def __init__(self, inner: Federation, group: Group, clients: int, device: torch.device) -> None:
         self._inner, self._group, self._clients, self._device = inner, group, clients, device
         self._block = group.block(clients)
 
     def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
-        """Run those clients that are this rank's, then add up over all ranks."""
+        """Run this rank's clients, then sum over all ranks."""
         mine = order.only([i for i, n in enumerate(order.asked) if n in self._block])
-        mistake: NestfedError | None = None
+        failure: NestfedError | None = None
         try:
             reply = self._inner.run(mine, shared)
         except NestfedError as error:
-            mistake = error
-        if self.any(mistake is not None):
-            raise next(m for m in self._gathered(mistake) if m is not None)
+            failure = error
+        if self.any(failure is not None):
+            raise next(m for m in self._gathered(failure) if m is not None)
         with reply.lap("averaging"):
             for k in sorted(reply.sums):
                 distributed.all_reduce(reply.sums[k])
@@ -100,7 +100,7 @@ class Ranks:
         return self._inner.own()
 
     def private(self) -> Fields:
-        """Return on rank 0 the private fields of all clients; elsewhere this rank's."""
+        """Return the private fields of all clients on rank 0, and of its own clients on any other rank."""
         own = self.own()
         if not self._group.leads:
             for v in own.values():
@@ -116,7 +116,7 @@ class Ranks:
         return whole
 
     def restore(self, private: Fields) -> None:
-        """Give every rank its own clients' private fields, which rank 0 has read."""
+        """Send each rank the private fields of its clients, which rank 0 has read."""
         own = {}
         for k, v in self.own().items():
             if self._group.leads:
@@ -142,7 +142,7 @@ class Ranks:
         return bool(votes > 0)
 
     def close(self) -> None:
-        """Close the federation inside."""
+        """Close the inner federation."""
         self._inner.close()
 
 

@@ -1,4 +1,4 @@
-"""The record of a run: one JSON line per round, the source of truth of every table and plot."""
+"""The record of a run: one JSON line per round, the source of every table and plot."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from nestfed.engine.round import Record
 from nestfed.files import write_atomically
 
 COSTS = ("round", "iteration", "participants", "loss", "drift", "examples", "bytes_up", "bytes_down", "seconds")
-"""What every record holds; all else in it are metrics."""
+"""The fields of every record; all other fields are metrics."""
 
 
 def metrics_of(record: Record) -> dict[str, float]:
-    """Return the metrics of a record, those that were taken."""
+    """Return the known metrics of a record."""
     return {k: v for k, v in record.items() if k not in COSTS and v is not None}
 
 
 def line(record: Record) -> str:
-    """Return one line; a number that JSON does not know becomes null."""
+    """Return one line of JSON; infinite numbers and NaN become null."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(clean) + "\n"
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records of a file; a last line cut short by a crash is left out."""
+    """Return the records of a file; skip a last line that a crash cut short."""
     if not path.exists():
         return []
     records: list[Record] = []
@@ -53,27 +53,27 @@ def read(path: Path) -> list[Record]:
 
 
 class Log:
-    """A record file that is written line by line, each whole or not at all."""
+    """A record file, written line by line; a line is written completely or not at all."""
 
     def __init__(self, path: Path, keep: Iterable[Record]) -> None:
         content = "".join(map(line, keep)).encode()
         write_atomically(path, content)
         self._path, self._length = path, len(content)
-        with self._told():
+        with self._guarded():
             self._file = path.open("ab", buffering=0)
 
     def add(self, record: Record) -> None:
-        """Append a line and hand it to the system at once."""
+        """Append a line without buffering."""
         content = line(record).encode()
-        with self._told():
+        with self._guarded():
             rest = content
             while rest:
                 rest = rest[self._file.write(rest) :]
         self._length += len(content)
 
     def settle(self) -> None:
-        """Wait until all lines are on the disk, so that a checkpoint never knows more rounds than the record."""
-        with self._told():
+        """Flush all lines to disk, so that a checkpoint never has more rounds than the record."""
+        with self._guarded():
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -81,10 +81,10 @@ class Log:
         self._file.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            with suppress(AttributeError, OSError):  # a full disk takes half a line, which nobody should find
+            with suppress(AttributeError, OSError):  # remove the partial line that a full disk leaves
                 self._file.truncate(self._length)
             raise NestfedError(f"Cannot write {self._path}: {error.strerror or error}.") from error

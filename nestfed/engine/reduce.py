@@ -1,7 +1,7 @@
-"""Reductions in place of the mean, for when some clients may be broken or hostile.
+"""Robust alternatives to the mean, for federations in which some clients may be broken or hostile.
 
-A reduction replaces the mean over the clients' uploads in every shared field. The coordinate-wise ones need all uploads
-of a round at once, so their memory grows with participants × numbers sent; the mean and the clipped mean do not.
+A reduction combines the clients' uploads in every shared field. Coordinate-wise reductions need all uploads of a round
+at once, so their memory grows with participants × numbers sent. The mean and the clipped mean need only sums.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from nestfed.core import Fields, NestfedError
 
 _PIECE = 2**22
-"""Numbers that are sorted at once, so that sorting needs no second copy of all uploads."""
+"""Numbers to sort at a time, so that sorting needs no second copy of all uploads."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """What the server makes of the clients' uploads."""
+    """How the server combines the clients' uploads."""
 
     kind: str = "mean"
     amount: float = 0.0
-    """The share that is cut off at each end (trimmed), or the largest norm of a change (clip)."""
+    """The share cut off at each end (trimmed), or the largest norm of a change (clip)."""
 
     @classmethod
     def parse(cls, text: str) -> Reduction:
@@ -51,23 +51,23 @@ class Reduction:
 
     @property
     def plain(self) -> bool:
-        """It is the mean."""
+        """Whether it is the mean."""
         return self.kind == "mean"
 
     @property
     def tabled(self) -> bool:
-        """It needs all uploads at once, one row each."""
+        """Whether it needs all uploads at once, one row each."""
         return self.kind in ("median", "trimmed")
 
     @property
     def clips(self) -> bool:
-        """It adds up clipped changes instead of uploads."""
+        """Whether it sums clipped changes instead of uploads."""
         return self.kind == "clip"
 
     def clipped(self, upload: Fields, base: Fields) -> dict[str, Tensor]:
-        """Return the changes against the broadcast, one row per client, shrunk so that all fields jointly fit the norm."""
+        """Return the changes against the broadcast, one row per client, with the joint norm of all fields clipped."""
         changes = {k: v - base[k] for k, v in upload.items()}
-        # In the order of the names, so that the last bit does not depend on who put the fields together.
+        # Sum in the order of the names, so that the last bit does not depend on the order of the fields.
         norms = [v.double().reshape(len(v), v[:1].numel()).square().sum(1) for _, v in sorted(changes.items())]
         squares = torch.stack(norms).sum(0)
         factor = (self.amount / squares.sqrt().clamp_min(1e-300)).clamp(max=1.0)
@@ -76,7 +76,7 @@ class Reduction:
     def over(self, rows: Tensor) -> Tensor:
         """Return the reduction of uploads, one row each, coordinate by coordinate."""
         count = len(rows)
-        # The median is what trimming leaves at the most: one or two rows.
+        # The median trims as much as possible: one or two rows remain.
         cut = (count - 1) // 2 if self.kind == "median" else int(self.amount * count)
         flat = rows.reshape(count, -1)
         width = max(1, _PIECE // count)

@@ -1,7 +1,6 @@
-"""The server's half of a round: what it asks for, how uploads are folded into a total, what it makes of the total.
+"""The server's half of a round: its order, the sum of the uploads, and the next broadcast.
 
-`Fold.add` decodes, clips and adds uploads as they come; `close_round` is the only place where a total becomes the next
-broadcast.
+`Fold.add` decodes, clips and adds uploads as they arrive. Only `close_round` turns the total into the next broadcast.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ from nestfed.engine.privacy import Noise
 from nestfed.engine.program import TAP, AnyAlgorithm, Span
 
 Record = dict[str, Any]
-"""A round's line: round, iteration, participants, loss, drift, examples, bytes_up, bytes_down, seconds, the metrics."""
+"""A line of the record: round, iteration, participants, loss, drift, examples, bytes_up, bytes_down, seconds, metrics."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a round asks for."""
+    """The work of a round: who trains, and from which state."""
 
     round: int
-    """Rounds that are over."""
+    """Rounds completed before."""
     span: Span
     asked: Sequence[int]
     """The clients that train."""
     seen: Sequence[int]
-    """For each of them, the version of its private fields: the rounds that were over when it last took part, or −1."""
+    """For each of them, the version of its private fields: the rounds completed when it last took part, or −1."""
     tap: int = -1
-    """Upload the point after this iteration too, if it belongs to the round."""
+    """Upload the point after this iteration too, if it is in the round."""
     at: int = 0
-    """The row of the first of them in a table of all uploads."""
+    """The row of the first client in a table of all uploads."""
 
     @property
     def tapped(self) -> bool:
-        """Whether uploads hold the point after iteration `tap`."""
+        """Whether uploads include the point after iteration `tap`."""
         return self.span.holds(self.tap)
 
     def stale(self) -> list[bool]:
-        """Return for each client whether it sat out the last round."""
+        """Return for each client whether it skipped the last round."""
         return [self.round > 0 and version != self.round for version in self.seen]
 
     def part(self, start: int, stop: int) -> Order:
@@ -62,14 +61,14 @@ class Order:
 
 @dataclass
 class Upload:
-    """What some clients send after their round: one row each in every field, encoded as on the wire."""
+    """What some clients send after their round: one row per client in every field, encoded for the network."""
 
     ns: Sequence[int]
     places: Sequence[int]
     """Their rows in a table of all uploads."""
     fields: Fields
     loss: Tensor
-    """Each client's mean loss over its steps; NaN if the problem notes none."""
+    """Each client's mean loss over its steps; NaN if the problem records none."""
     moved: Tensor
     """Each client's ‖x_n − x_start‖²."""
     examples: int
@@ -78,30 +77,30 @@ class Upload:
 
 @dataclass
 class Reply:
-    """What came back from a round: sums over clients, or the rows themselves for a reduction that needs all of them."""
+    """The result of a round: sums over clients, or their rows for a reduction that needs all of them."""
 
     sums: dict[str, Tensor]
     rows: dict[str, Tensor] = field(default_factory=dict)
-    """One row for every client that the federation asked; `places` are the rows of those who answered."""
+    """One row for each asked client; `places` are the rows of those that answered."""
     places: list[int] = field(default_factory=list)
     answered: list[int] = field(default_factory=list)
     downloads: int = 0
-    """Broadcasts that were sent to clients that train."""
+    """Broadcasts sent to clients that train."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Clients left out because their numbers became infinite or NaN, each with a sentence."""
+    """Clients dropped because their numbers became infinite or NaN, each with the reason."""
     weight: float = 0.0
-    """The sum of the weights of those who answered."""
+    """The sum of the weights of the clients that answered."""
     loss: float = 0.0
     moved: float = 0.0
     examples: int = 0
     evaluations: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the broadcast, where the clients evaluate it."""
+    """Metrics of the broadcast, if the clients evaluate it."""
     laps: dict[str, float] = field(default_factory=dict)
-    """Seconds by what they were spent on."""
+    """Seconds by activity."""
 
     def merge(self, other: Reply) -> None:
-        """Add what other clients did, except for sums, rows and laps, which the caller combines."""
+        """Add the reply of other clients, except sums, rows and laps, which the caller combines."""
         self.places += other.places
         self.answered += other.answered
         self.dropped |= other.dropped
@@ -113,7 +112,7 @@ class Reply:
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
-        """Add the time that something takes."""
+        """Time the block and add it to an activity."""
         began = perf_counter()
         try:
             yield
@@ -122,7 +121,7 @@ class Reply:
 
 
 def empty_reply(shared: Fields, point: str, order: Order, exchange: Exchange) -> Reply:
-    """Return the reply of nobody, to be added to."""
+    """Return a reply without any clients, for uploads to be added to."""
     if exchange.reduction.tabled:
         return Reply({}, {k: v.new_empty((len(order.asked), *v.shape)) for k, v in shared.items()})
     sums = {k: torch.zeros_like(v) for k, v in shared.items()}
@@ -132,7 +131,7 @@ def empty_reply(shared: Fields, point: str, order: Order, exchange: Exchange) ->
 
 
 class Fold:
-    """Adds uploads to a reply: decode, clip, weigh, add. `shared` are the server's own fields, not rounded."""
+    """Adds uploads to a reply: decode, clip, weight, add. `shared` are the server's own fields, not rounded."""
 
     def __init__(
         self, exchange: Exchange, shared: Fields, reply: Reply, weight: Callable[[int], float] | None = None
@@ -175,7 +174,7 @@ def _weighed(rows: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def put(table: Tensor, rows: Sequence[int], values: Tensor) -> None:
-    """Write rows of a table; a single one is copied, which is quicker for a large model."""
+    """Write rows of a table; copying a single row directly is faster for a large model."""
     if len(rows) == 1:
         table[rows[0]] = values[0]
     else:
@@ -184,14 +183,14 @@ def put(table: Tensor, rows: Sequence[int], values: Tensor) -> None:
 
 @dataclass
 class RunState:
-    """All that the server holds from round to round; clients' private fields are the federation's."""
+    """The server's state between rounds; the federation keeps the clients' private fields."""
 
     shared: Fields
     server: Fields
     seen: Tensor
-    """For every client, the number of rounds that were over when it last took part; −1 before."""
+    """For each client, the rounds completed when it last took part, or −1."""
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """Points kept to be returned: "uniform" and "best"."""
+    """Points to return: "uniform" and "best"."""
     round: int = 0
     t: int = 0
     examples: int = 0
@@ -207,9 +206,9 @@ class RunState:
         return cls(shared, method.server.init(shared), torch.full((clients,), -1))
 
     def advance(self, stop: int, answered: Sequence[int]) -> None:
-        """Close a round that ended before iteration `stop`.
+        """Count a round that ended before iteration `stop`.
 
-        Iteration 0 initialises the estimators: as long as nobody took part in it, it is still to come.
+        Iteration 0 initialises the estimators, so it is repeated until some client takes part in it.
         """
         self.round += 1
         if answered or self.t:
@@ -223,7 +222,7 @@ class RunState:
             self.kept["best"] = point.clone()
 
     def record(self, loss: float | None, drift: float | None, participants: int) -> Record:
-        """Return the costs so far, and what the last round brought."""
+        """Return a record with the costs so far and the statistics of the last round."""
         return {
             "round": self.round,
             "iteration": self.t,
@@ -237,13 +236,13 @@ class RunState:
         }
 
     def outcome(self, point: str, keep: str) -> Tensor:
-        """Return the point that the run returns; one that was never kept (no round had it) is the last."""
+        """Return the kept point, or the last one if no round kept one."""
         return self.kept.get(keep, self.shared[point])
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the server needs to close rounds, the same for all of them."""
+    """What the server needs to close a round, the same for all rounds."""
 
     problem: Problem
     method: AnyAlgorithm
@@ -251,15 +250,15 @@ class Rules:
     clients: int
     noise: Noise | None = None
     noise_seed: int | None = None
-    """Without a seed the noise is secret."""
+    """None = secret noise."""
     total_weight: Callable[[], float] | None = None
-    """The sum of all clients' weights, if they are not equal."""
+    """Returns the sum of all clients' weights; None = equal weights."""
 
 
 def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Record:
     """Turn a round's total into the next broadcast, advance the state, and return the round's record.
 
-    The state changes only when all is computed and finite: after an error it is still that of the last good round.
+    The state changes only after everything is computed and finite. After an error it is still the last good state.
     """
     method, span = rules.method, order.span
     loss: float | None = None
@@ -267,10 +266,10 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
     count = len(reply.answered)
     if reply.dropped and not count and not rules.noise:
         raise NestfedError(f"No client is left in round {state.round + 1}: {next(iter(reply.dropped.values()))}")
-    if count or rules.noise:  # noise comes also when nobody does, or its absence would say so
+    if count or rules.noise:  # add noise even if nobody answered; otherwise its absence would reveal that
         mean = _reduced(rules, state, reply)
         tapped = mean.pop(TAP, None)
-        drift = None  # it is a spread about the mean
+        drift = None  # defined only for the mean
         if rules.exchange.reduction.plain:
             spread = mean[method.point] - state.shared[method.point]
             drift = max(reply.moved / reply.weight - float(spread.square_().sum()), 0.0)
@@ -283,7 +282,7 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
         if tapped is not None:
             state.kept["uniform"] = tapped
         state.examples += reply.examples
-        if math.isfinite(reply.loss) and not rules.noise:  # without noise it would reveal clients
+        if math.isfinite(reply.loss) and not rules.noise:  # a loss without noise would leak private data
             loss = reply.loss / reply.weight
     elif order.tapped:
         state.kept["uniform"] = state.shared[method.point].clone()
@@ -295,7 +294,7 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
 
 
 def _reduced(rules: Rules, state: RunState, reply: Reply) -> dict[str, Tensor]:
-    """Return what takes the place of the mean of the uploads, field by field."""
+    """Return the combined uploads, field by field."""
     reduction, encoding = rules.exchange.reduction, rules.exchange.encoding
     if reduction.tabled:
         whole = all(len(v) == len(reply.places) for v in reply.rows.values())
@@ -309,7 +308,7 @@ def _reduced(rules: Rules, state: RunState, reply: Reply) -> dict[str, Tensor]:
 
 
 def _fraction(rules: Rules, reply: Reply) -> float:
-    """Return the part of all clients that the mean speaks for."""
+    """Return the share of all clients that the mean represents."""
     if rules.noise:
         return rules.noise.rate
     return reply.weight / (rules.clients if rules.total_weight is None else rules.total_weight())

@@ -1,4 +1,4 @@
-"""What a run writes, and how it resumes from that: its history, its record, its checkpoints, its progress."""
+"""What a run writes and resumes from: history, record, checkpoints, progress."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from nestfed.files import sweep
 
 
 class Interrupted(NestfedError):
-    """The user stopped the run; what was done is saved."""
+    """The user stopped the run; its progress is saved."""
 
 
 class RunDirectory:
-    """A run's history; with a path also its record and its checkpoints, which the leading process writes."""
+    """A run's history; with a path also its record and checkpoints, which the leading process writes."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class RunDirectory:
         self.progress: Progress | None = None
         self.history: list[Record] = []
         self.laps: dict[str, float] = {}
-        """Seconds by what they were spent on."""
+        """Seconds by activity."""
         self.saved = -1
-        """Rounds that were over at the last checkpoint."""
+        """Rounds completed at the last checkpoint."""
         self._written = 0
-        """Lines of the history that are in the record."""
+        """Lines of the history already in the record."""
         self._log: Log | None = None
         self._dropped: set[int] = set()
         self._interrupt = threading.Event()
@@ -64,9 +64,9 @@ class RunDirectory:
     # -- before and after
 
     def resume(self, state: RunState, device: torch.device, grow: bool = False) -> RunState:
-        """Return the state of the newest good checkpoint, or the given one if there is none, and open the record.
+        """Return the state of the newest valid checkpoint, or else the given one, and open the record.
 
-        With `grow` a checkpoint may be of fewer clients; the new ones have not taken part yet.
+        With `grow`, a checkpoint may have fewer clients; the new ones have not taken part yet.
         """
         if self.path is None:
             return state
@@ -87,16 +87,16 @@ class RunDirectory:
         assert self.path is not None
         sweep(self.path)
         like = checkpoint.Saved(state, dict(self.federation.own()))
-        found, passed_over = checkpoint.read(self.path, self.identity, device, like)
-        if found is None and not passed_over and (lost := _recorded(self.path / "record.jsonl")):
-            passed_over = [f"{self.path} has no checkpoint of its {lost} rounds: the run starts from the beginning."]
-        for sentence in passed_over:
+        found, skipped = checkpoint.read(self.path, self.identity, device, like)
+        if found is None and not skipped and (lost := _recorded(self.path / "record.jsonl")):
+            skipped = [f"{self.path} has no checkpoint of its {lost} rounds: the run starts from the beginning."]
+        for sentence in skipped:
             self.warn(sentence)
         clients = len(state.seen)
         if found is not None and len(found.state.seen) != clients:
             if not grow:
                 raise NestfedError(
-                    f"{self.path} holds the checkpoint of {len(found.state.seen)} clients, not {clients}."
+                    f"{self.path} contains a checkpoint of {len(found.state.seen)} clients, not {clients}."
                 )
             new = torch.full((max(clients - len(found.state.seen), 0),), -1)
             found.state.seen = torch.cat([found.state.seen, new])[:clients]
@@ -117,7 +117,7 @@ class RunDirectory:
 
     @contextmanager
     def deferred_interrupt(self) -> Iterator[None]:
-        """Let Ctrl-C take effect between two rounds; a second one takes effect at once."""
+        """Delay Ctrl-C until the end of the round; a second Ctrl-C stops at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -135,20 +135,20 @@ class RunDirectory:
     # -- what the loop calls
 
     def close(self, record: Record, reply: Reply, seconds: float) -> None:
-        """Take in a finished round. Its line is written by `settle`, with its metrics if they are known by then."""
+        """Add a finished round. `settle` writes its line, with its metrics if they are known by then."""
         for name, more in (*reply.laps.items(), ("round", seconds)):
             self.laps[name] = self.laps.get(name, 0.0) + more
-        for n in reply.dropped.keys() - self._dropped:  # once for each client, or a long run would say nothing else
+        for n in reply.dropped.keys() - self._dropped:  # warn once per client
             self._dropped.add(n)
-            self.warn(f"{reply.dropped[n]} It is left out of this round.")
+            self.warn(f"{reply.dropped[n]} The client is dropped from this round.")
         self.history.append(record)
 
     def judged(self, state: RunState) -> bool:
-        """Return whether the metrics of this state are in the record already."""
+        """Return whether the record already has the metrics of this state."""
         return bool(self.history) and self.history[-1]["round"] == state.round and bool(metrics_of(self.history[-1]))
 
     def judge(self, state: RunState, values: Mapping[str, float]) -> None:
-        """Add the metrics of a state to its line, and keep its point if it is the best."""
+        """Add metrics to the line of a state, and keep its point if it is the best."""
         if not self.history or self.history[-1]["round"] != state.round:
             self.history.append(state.record(None, None, 0))
         self.history[-1] |= values
@@ -156,14 +156,14 @@ class RunDirectory:
             metric = metrics.find(self.evaluation.metric)
             name = self.evaluation.metric if isinstance(self.evaluation.metric, str) else metric.name
             if name not in values:
-                raise NestfedError(f"evaluation.metric is {name!r}, but the evaluation gives {', '.join(values)}.")
+                raise NestfedError(f"evaluation.metric is {name!r}, but the evaluation returns {', '.join(values)}.")
             state.keep_best(state.shared[self.point], values[name], metric)
         if self._written == len(self.history):  # the line was written before its metrics were known
             self._rewrite()
             self._show(self.history[-1])
 
     def settle(self, state: RunState, over: bool) -> None:
-        """Write what is known of the rounds so far; save a checkpoint if one is due; stop if the user asked for it."""
+        """Write the new lines; save a checkpoint if one is due; stop if the user pressed Ctrl-C."""
         self._write()
         asked = self.federation.any(self._interrupt.is_set())
         if state.round > self.saved and state.round and (over or asked or state.round % self.every == 0):
@@ -175,7 +175,7 @@ class RunDirectory:
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
-        """Add the time that something takes."""
+        """Time the block and add it to an activity."""
         began = time.perf_counter()
         try:
             yield
@@ -193,10 +193,10 @@ class RunDirectory:
         self.saved = state.round
 
     def rescue(self, state: RunState) -> str:
-        """Save what is good after a round that failed; return a sentence on where it is, if there is anything."""
+        """Save the last good state after a failed round; return a sentence that says where, or nothing."""
         if self.path is None or not state.round:
             return ""
-        if not self.federation.own():  # otherwise some clients are already in the round that failed
+        if not self.federation.own():  # with private fields, some clients are already in the failed round
             self._write()  # if the evaluation failed, its round has no line yet
             self.save(state)
         return f"The last good checkpoint is in {self.path}, after round {self.saved}." if self.saved >= 0 else ""
@@ -227,8 +227,8 @@ def _on(state: RunState, device: torch.device) -> RunState:
 
 
 def _recorded(path: Path) -> int:
-    """Return how many rounds a record holds that no checkpoint belongs to."""
+    """Return the number of rounds in a record."""
     try:
         return max((int(r["round"]) for r in read_record(path)), default=0)
     except NestfedError:
-        return 1  # it cannot be read, but something was there
+        return 1  # unreadable, but not empty

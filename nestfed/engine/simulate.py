@@ -1,4 +1,4 @@
-"""Simulation: all clients on this machine, or on those that `torchrun` started."""
+"""Simulation: all clients on this machine, or on the machines of `torchrun`."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SMALL = 200_000
-"""Parameters up to which dense models are vectorised over clients."""
+"""Vectorise dense models with at most this many parameters over clients."""
 LARGE = 20_000_000
-"""Parameters from which one process with all threads beats several with one each, and needs less memory."""
+"""From this many parameters on, one process with all threads is faster than several, and needs less memory."""
 MANY = 512
 WIDE = 2**20
-"""Clients in a round, or numbers in one field of all of them, from which vectorised work is worth several processes."""
+"""Use several processes for vectorised work from MANY clients in a round, or WIDE numbers in one field of all of them."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves behind. `result["ap"]` is a metric's last value."""
+    """The result of a run. `result["ap"]` is the last value of a metric."""
 
     x: Tensor
     model: Any
-    """The user's own module with the trained parameters, or the vector itself."""
+    """The user's module with the trained parameters, or the vector itself."""
     history: list[Record]
     """One record per round."""
     shared: Fields
-    """What the clients had in common at the end: the point, and the estimators of the method."""
+    """The final shared fields: the point, and the method's estimators."""
     private: Fields
-    """What stayed on the clients, one row each (under `torchrun`: of this rank's clients)."""
+    """The final private fields, one row per client (under `torchrun`: this rank's clients)."""
     profile: Mapping[str, float] = field(default_factory=dict)
-    """Where the time went, in seconds."""
+    """Seconds by activity."""
     privacy: str = ""
     """With privacy: ε and its assumptions, in one sentence."""
 
@@ -99,8 +99,8 @@ def simulate(
     - `measure`: gets the shared fields and returns named measures of convergence.
     - `evaluation`: how often to evaluate, and which point to return.
     - `exchange`: who takes part, and what crosses the network.
-    - `execution`: how clients are run on this machine; it changes no number beyond rounding.
-    - `directory`: write the record and checkpoints there, and resume from them. One run at a time.
+    - `execution`: how to run clients on this machine; results change by rounding only.
+    - `directory`: write the record and checkpoints there, and resume from them. Only one run at a time may use it.
     - `progress`: show a progress bar; None = only on a terminal.
     """
     _check(problem, method, rounds, q, evaluation, exchange, evaluate is not None or measure is not None)
@@ -124,7 +124,9 @@ def simulate(
         del template
         weights = [float(clients.examples(n)) for n in range(N)] if exchange.weights == "examples" else []
         if weights and min(weights) <= 0:
-            raise NestfedError("exchange.weights = 'examples' needs clients that count their examples: set equal.")
+            raise NestfedError(
+                "exchange.weights = 'examples' needs clients that count their examples; use 'equal' here."
+            )
         rules = Rules(problem, method, exchange, N, noise, seed, (lambda: sum(weights)) if weights else None)
 
         def judge(state: RunState) -> Mapping[str, float]:
@@ -166,7 +168,7 @@ def _federation(
     problem: Problem, method: AnyAlgorithm, clients: Clients, template: Any, state: RunState, seed: int,
     exchange: Exchange, execution: Execution, path: Path | None, group: Group,
 ) -> Federation:  # fmt: skip
-    """Return the clients as this machine runs them: here or in worker processes, on one rank or several."""
+    """Return the federation: clients in this process or in workers, on one rank or several."""
     device, N = torch.device(execution.device), len(clients)
     vectorised = _vectorise(execution, problem, clients)
     workers = _processes(execution.workers, vectorised, problem, device, exchange.participants(N) // group.count)
@@ -189,26 +191,30 @@ def _check(
     problem: Problem, method: AnyAlgorithm, rounds: int, q: int, evaluation: Evaluation, exchange: Exchange,
     evaluated: bool,
 ) -> None:  # fmt: skip
-    """Reject what cannot work before any work starts."""
+    """Reject invalid arguments before any work starts."""
     refuse_mismatch(problem, method)
     for name, value, least in (("rounds", rounds, 0), ("q", q, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
     if evaluation.keep == "best":
         if not evaluated:
-            raise NestfedError("evaluation.keep = 'best' needs evaluate or measure, which compute the metric.")
+            raise NestfedError("evaluation.keep = 'best' needs a metric: pass evaluate or measure.")
         if not evaluation.metric:
-            raise NestfedError("evaluation.keep = 'best' needs the name of a metric: evaluation.metric = 'auroc'.")
+            raise NestfedError(
+                "evaluation.keep = 'best' needs the name of a metric, such as evaluation.metric = 'auroc'."
+            )
         metrics.find(evaluation.metric)
     if evaluation.keep == "uniform" and not exchange.reduction.plain:
-        raise NestfedError("evaluation.keep = 'uniform' is a mean of the clients' points, so it needs the plain mean.")
+        raise NestfedError(
+            "evaluation.keep = 'uniform' needs exchange.reduce = 'mean', because it averages the clients' points."
+        )
     method.ends_round(0, q)
 
 
 def _some(clients: Clients, method: AnyAlgorithm) -> int:
-    """Return the number of clients, if the method can work with that many."""
+    """Return the number of clients, or raise an error if the method does not support it."""
     if len(clients) < 1:
-        raise NestfedError("There are no clients.")
+        raise NestfedError("There are no clients; at least one is needed.")
     if method.single and len(clients) > 1:
         raise NestfedError(f"{method.name} is a single-machine method, but there are {len(clients)} clients.")
     return len(clients)
@@ -217,8 +223,8 @@ def _some(clients: Clients, method: AnyAlgorithm) -> int:
 def _vectorise(execution: Execution, problem: Problem, clients: Clients) -> bool:
     """Decide whether to vectorise over clients.
 
-    Measured rule: it wins for small dense models (fivefold at a few thousand parameters) and loses for convolutions
-    and recurrences, whose batched kernels are slow.
+    Measured: it is faster for small dense models (fivefold at a few thousand parameters) and slower for convolutions
+    and recurrent models, whose batched kernels are slow.
     """
     if execution.mode != "auto" or execution.compile:
         return execution.mode != "loop"
@@ -228,13 +234,13 @@ def _vectorise(execution: Execution, problem: Problem, clients: Clients) -> bool
 def _processes(workers: int, vectorised: bool, problem: Problem, device: torch.device, participants: int) -> int:
     """Decide how many processes run the clients.
 
-    Measured rule: one thread each in several processes beats several threads in one as long as a client's step is
-    short. torch's number of threads says how many cores are ours; it is 1 inside `nestfed compare`.
+    Measured: several processes with one thread each are faster than one process with several threads if a client's
+    step is short. The number of torch threads limits the processes; `nestfed compare` sets it to 1.
     """
-    # A process that may not have children, or whose accelerator would not survive a fork, works alone.
+    # Daemon processes cannot have children, and accelerators do not survive a fork.
     able = device.type == "cpu" and not current_process().daemon and hasattr(os, "fork")
     if workers > 1 and not able:
-        raise NestfedError(f"execution.workers = {workers}: worker processes need a CPU and a system that can fork.")
+        raise NestfedError(f"execution.workers = {workers} needs device = cpu and a system with fork; use 1 here.")
     if workers == 0:
         size = problem.x0.numel()
         several = (participants >= MANY or participants * size >= WIDE) if vectorised else size < LARGE
@@ -243,7 +249,7 @@ def _processes(workers: int, vectorised: bool, problem: Problem, device: torch.d
 
 
 def _profile(laps: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds by what they were spent on, as people read it."""
+    """Return seconds by activity, without overlaps."""
     gradients, compiling = laps.get("gradients", 0.0), laps.get("compiling", 0.0)
     inside = {
         **({"compiling": compiling} if compiling else {}),

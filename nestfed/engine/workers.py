@@ -1,7 +1,7 @@
 """Worker processes on this machine: each runs some of a round's clients with one thread.
 
-Workers are forked, so they have the data without a copy. Vectors pass through memory that all see, never through a
-pipe; a round is one short message to each worker and one back. Workers end with their parent, however it ends.
+Workers are forked, so they need no copy of the data. Vectors pass through shared memory, never through a pipe; a round
+is one short message to each worker and one back. Workers end with their parent, even if it is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Workers:
     """Runs clients in worker processes."""
 
     def __init__(self, local: Local, shared: Fields, count: int, most: int) -> None:
-        """Start the workers. Their private fields must be in memory that forked processes share (`memory.table`).
+        """Start the workers. The private fields must be in shared memory (`memory.table`).
 
         `most` is the largest number of clients in a round.
         """
@@ -50,9 +50,9 @@ class Workers:
             sums[TAP] = table(tuple(point.shape), point.dtype)
             self._sums.append(sums)
         self.trips = 0
-        """Messages sent to workers so far, each with one answer."""
+        """Messages sent to workers so far."""
         if local.vectorised:
-            import_module("torch._dynamo")  # torch.func needs it, and it takes a second: once here, not once each
+            import_module("torch._dynamo")  # torch.func needs it; import it once here, because it takes a second
         fork = get_context("fork")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -73,7 +73,7 @@ class Workers:
                 daemon=True,
             )
             with warnings.catch_warnings():
-                # Python warns of threads at a fork; a worker takes no lock that another thread may hold.
+                # Python warns about threads at a fork; a worker takes no lock that another thread may hold.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             there.close()
@@ -81,7 +81,7 @@ class Workers:
             self._processes.append(process)
 
     def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
-        """Divide the clients among the workers, wait for all, add up."""
+        """Divide the clients among the workers, wait for all, and sum."""
         if not order.asked:
             return self._local.run(order, shared)
         for k, v in shared.items():
@@ -101,7 +101,7 @@ class Workers:
             ready = wait([*waiting, *sentinels])
             for source in sorted(
                 ready, key=lambda r: r not in waiting
-            ):  # an answer counts even if its worker died then
+            ):  # use an answer even if its worker died afterwards
                 i = waiting[source] if source in waiting else sentinels[source]
                 if i in answers:
                     continue
@@ -109,7 +109,7 @@ class Workers:
                     kind, value = self._pipes[i].recv()
                 except (EOFError, ConnectionResetError):
                     self._report_death(i, parts[i])
-                if kind == "mistake":
+                if kind == "error":
                     raise value
                 if kind == "crash":
                     raise RuntimeError(f"Worker {i + 1} failed:\n{value}")
@@ -118,7 +118,7 @@ class Workers:
         return self._total(order, [answers[i] for i in range(len(parts))])
 
     def _total(self, order: Order, answers: list[Reply]) -> Reply:
-        """Add up in the workers' order, so that a run is the same every time."""
+        """Sum in the order of the workers, so that a run is reproducible."""
         names = [k for k in self._sums[0] if k != TAP or order.tapped]
         rows = {k: v[: len(order.asked)] for k, v in self._rows.items()}  # valid until the next round
         total = Reply({k: self._sums[0][k].clone() for k in names}, rows)
@@ -129,7 +129,7 @@ class Workers:
                     total.sums[k].add_(self._sums[i][k])
             total.merge(answer)
             for name, seconds in answer.laps.items():
-                # Workers work at the same time: a round has the mean of their times.
+                # Workers run at the same time, so report the mean of their times.
                 total.laps[name] = total.laps.get(name, 0.0) + seconds / len(answers)
         return total
 
@@ -142,7 +142,7 @@ class Workers:
             if code is not None and code < 0
             else f"ended with code {code}"
         )
-        hint = " (out of memory? run with fewer workers)" if code == -signal.SIGKILL else ""
+        hint = " (possibly out of memory: use fewer workers)" if code == -signal.SIGKILL else ""
         raise NestfedError(
             f"Worker {i + 1} of {len(self._pipes)}, which ran clients {part.asked[0]}…{part.asked[-1]} in round "
             f"{part.round + 1}, {how}{hint}."
@@ -160,7 +160,7 @@ class Workers:
 
 
 def _parts(order: Order, count: int) -> list[Order]:
-    """Cut an order into parts of nearly equal size, at most one for each client."""
+    """Divide an order into parts of nearly equal size, at most one per client."""
     total = len(order.asked)
     count = min(count, total)
     edges = [i * total // count for i in range(count + 1)]
@@ -173,9 +173,9 @@ def _serve(
 ) -> None:  # fmt: skip
     """Work until the parent closes the pipe."""
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in others:  # an inherited end would keep a pipe open after its owner's death
+    for other in others:  # an inherited end would keep a pipe open after its owner's exit
         other.close()
     torch.set_num_threads(1)
     while True:
@@ -188,16 +188,16 @@ def _serve(
                 v.zero_()
             reply = Reply(sums, rows)
             local.work(order, shared, reply)
-            reply.sums = reply.rows = {}  # they are where the parent sees them
+            reply.sums = reply.rows = {}  # they are in shared memory
             pipe.send(("done", reply))
         except NestfedError as error:
-            pipe.send(("mistake", error))
+            pipe.send(("error", error))
         except Exception:
             pipe.send(("crash", traceback.format_exc()))
 
 
 def _die_with(parent: int) -> None:
-    """Ask the system to kill this process when its parent ends, also if that is killed itself."""
+    """Ask the system to kill this process when its parent ends, even if the parent is killed."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""An experiment file, and what carries it out: prepare, build, run, tune, compare."""
+"""Experiment files, and how to prepare, build, run, tune and compare them."""

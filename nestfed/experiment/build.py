@@ -1,4 +1,4 @@
-"""From an experiment to the objects that an engine runs."""
+"""Build the problem, method and clients of an experiment."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ class Assembly:
     test: Callable[[Any], Metrics]
     """A model's metrics on the test data."""
     metric: str | Metric
-    """The metric that decides, unless the experiment names another; one of your own is a `Metric`."""
+    """The default for evaluation.metric; your own metric is a `Metric`."""
     validation: Callable[[Any], Metrics] | None = None
-    """The same on the validation data, if there are any: all that tuning sees."""
+    """The same on the validation data, if any. Tuning uses only these."""
     summary: Summary | None = None
-    """Who holds what."""
+    """Examples by client and class."""
     ranks: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
-    """A model's scores of the test examples, and their labels, where one score ranks an example."""
+    """A model's scores of the test examples, and their labels; None unless each example has a single score."""
 
     def evaluate(self, model: Any) -> Metrics:
-        """Return all metrics; those on validation data have the prefix val_."""
+        """Return all metrics; validation metrics have the prefix val_."""
         held = self.validation(model) if self.validation else {}
         return self.test(model) | {f"val_{k}": v for k, v in held.items()}
 
 
 def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
-    """Make the problem, the method and the clients of an experiment, for one seed."""
+    """Build the problem, the method and the clients of an experiment for one seed."""
     objective, seed = experiment.problem, experiment.run.seed if seed is None else seed
     if isinstance(objective, Labelled):
         prepared = prepare(experiment.data, experiment.partition, seed)
         return labelled(experiment, prepared, prepared.positive_rate, seed)
     if not isinstance(objective, Generated):
-        raise NestfedError(f"The experiment names no problem: set problem.name to one of {', '.join(OBJECTIVES)}.")
+        raise NestfedError(
+            f"The experiment names no problem: set problem.name to one of {', '.join(sorted(OBJECTIVES))}."
+        )
     algorithm, data = method(experiment), experiment.data
     network = partial(models.build, experiment.model.name, seed=seed, **experiment.model.options)
     made = objective.build(
@@ -71,14 +73,14 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
 
 
 def method(experiment: Experiment) -> Algorithm[Any, Any]:
-    """Make the method of an experiment."""
+    """Build the method of an experiment."""
     if not experiment.algorithm.name:
-        raise NestfedError("The experiment names no algorithm: set algorithm.name, or `compare --algorithms`.")
+        raise NestfedError("The experiment has no algorithm: set algorithm.name, or use `compare --algorithms`.")
     return algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
 
 
 def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) -> Assembly:
-    """Make the objects for examples that are ready; p is the mean over all clients of their share of positives."""
+    """Build the objects from prepared examples; p is the mean share of positives over all clients."""
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
     binary = prepared.classes == 2
@@ -109,7 +111,7 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
 def evaluate(
     model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu", *, log_odds: bool = False
 ) -> Metrics:
-    """Return the metrics of a model on examples that were held out; of clients' own ones, from what clients may share."""
+    """Return a model's metrics on held-out examples; if clients hold them, from counts that clients may share."""
     scores, labels = scored(model, prepared, held, device)
     if held.parts:
         return judge_pooled(scores, labels, held.parts, log_odds=log_odds)
@@ -119,6 +121,6 @@ def evaluate(
 def scored(
     model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a model's scores of examples that were held out, and their labels."""
+    """Return a model's scores of held-out examples, and their labels."""
     scores = models.score(model, held.x, lambda part: channels_last(prepared.ready(part.to(device))))
     return scores.double().numpy(), held.y.numpy()

@@ -1,4 +1,4 @@
-"""A fair comparison of several methods: tune each alike, then run it with every seed."""
+"""A fair comparison of methods: tune each in the same way, then run it with every seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from nestfed.core import Metric, NestfedError
 from nestfed.engine.record import read as read_record
-from nestfed.experiment.run import DIVERGED, Job, carry_out
+from nestfed.experiment.run import DIVERGED, Job, run_jobs
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.tune import tune
 from nestfed.files import locked
@@ -31,11 +31,16 @@ def compare(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Metric, list[MethodResult]]:
-    """Tune every method by the validation metric (see `nestfed.experiment.tune`), then run it with every seed.
+    """Tune every method on validation data (see `nestfed.experiment.tune`), then run it with every seed.
 
-    Tuning sees validation data only and seeds that are not reported; trials have up to `trial_rounds` rounds (0: all)
-    with each of `trial_seeds` seeds, and with `stopping` the worse half of them stops early. Return the metric and an
-    outcome per method.
+    Tuning uses validation data only, and seeds that are not reported. Return the metric and one result per method.
+
+    - `trials`: trials per method; 0 = its whole grid.
+    - `trial_rounds`: rounds of a trial; 0 = those of a run.
+    - `stopping`: stop the worse half of the trials early.
+    - `trial_seeds`: seeds per trial.
+    - `workers`: parallel processes; None = one per core.
+    - `tell`: called with progress messages.
     """
     workers = workers or os.cpu_count() or 1
     if seeds < 1:
@@ -66,13 +71,13 @@ def _with_all_seeds(
     workers: int,
     tell: Callable[[str], None],
 ) -> dict[str, list[Job]]:
-    """Run every method with its settings and every seed; return what was run."""
+    """Run every method with its settings and every seed; return the jobs."""
     runs = {
         name: [
             Job(
                 experiment.for_method(name).with_overrides({**settings, "run.seed": experiment.run.seed + s}).source,
                 out / name / f"seed-{experiment.run.seed + s}",
-                picture=name == next(iter(chosen)) and s == 0,  # all hold the same
+                picture=name == next(iter(chosen)) and s == 0,  # the clients are the same in all runs
             )
             for s in range(seeds)
         ]
@@ -86,5 +91,5 @@ def _with_all_seeds(
             raise NestfedError(f"{job.out.parent.name}, {job.out.name}: {error}") from error
         tell(f"run {next(count)}/{total}")
 
-    carry_out(jobs, workers, on_run)
+    run_jobs(jobs, workers, on_run)
     return runs

@@ -1,4 +1,4 @@
-"""From a data set to what the clients hold: labels, hold-outs, imbalance, partition, scaling."""
+"""Prepare a dataset for clients: labels, held-out examples, imbalance, partition, scaling."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "tiny-imagenet": _TINY,
     "tiny-imagenet-200": _TINY,
 }
-"""The usual mean and deviation per channel, of pixels in [0, 1]. Other images are left in [0, 1]."""
+"""The usual mean and standard deviation per channel, for pixels in [0, 1]. Other images stay in [0, 1]."""
 Scaling = Callable[[np.ndarray], Tensor]
 KEEP_AS_FLOATS = 300_000_000
-"""Images that need fewer bytes as floats are converted once, larger sets batch by batch."""
+"""Convert images to floats once if they need at most this many bytes, otherwise batch by batch."""
 
 
 @dataclass(frozen=True)
@@ -36,35 +36,35 @@ class DataSpec:
 
     name: str = ""
     file: str = ""
-    """A table of the user's own, instead of a name."""
+    """A table file, instead of a name."""
     target: str = ""
-    """Its column that is to be predicted."""
+    """The column to predict."""
     classes: tuple[str, ...] = ()
-    """The values of that column, in order, where a file may not hold all of them."""
+    """The values of that column in order, if a file may lack some of them."""
     columns: tuple[str, ...] = ()
-    """Its columns that are no features but to divide by: a hospital, a patient."""
+    """Columns to divide by, such as hospital or patient; they are not features."""
     drop: tuple[str, ...] = ()
     folder: str = ""
-    """Where the files of a named data set are, if neither in NESTFED_DATA nor in the cache."""
+    """The folder of a named dataset, if it is neither in NESTFED_DATA nor in the cache."""
     binary: bool = False
-    """Second half of the classes against the first."""
+    """Learn the second half of the classes (positive) against the first."""
     positive: tuple[int, ...] = ()
     """The positive classes, if not the second half."""
     remove: str = ""
-    """The side, positive or negative, of which `fraction` is removed from the training examples."""
+    """Remove `fraction` of the positive or negative training examples."""
     fraction: float = 0.8
     validation: float = 0.0
-    """The share of the training examples that is set aside for tuning, before anything is removed."""
+    """The share of the training examples to hold out for tuning, before `remove`."""
     test: float = 0.25
-    """The share that is set aside as test set where the origin names none, or by every client of its own."""
+    """The share to hold out for testing, if the dataset has no test set or held_out = "clients"."""
     held_out: str = "central"
-    """Who holds the test set: central, or clients (each sets aside rows of its own and shares only counts of scores)."""
+    """Who has the test set: central, or clients (each holds out some of its own rows and shares only counts of scores)."""
     split: int = 0
-    """Which test set that is. It does not depend on run.seed: tuning, which has a seed of its own, must not see it."""
+    """The seed of the test set. It is independent of run.seed, so tuning with other seeds never sees test rows."""
     group: str = ""
-    """The column whose values (patients) never stand on both sides of a split; "patient" if there is such a column."""
+    """Keep rows with equal values in this column on one side of a split; by default "patient", if it exists."""
     limit: int = 0
-    """At most so many training examples, for quick tries; 0 means all."""
+    """The largest number of training examples, for quick tests; 0 = all."""
 
     def __post_init__(self) -> None:
         if self.held_out not in ("central", "clients"):
@@ -89,13 +89,13 @@ class PartitionSpec:
 
 @dataclass(frozen=True)
 class Held:
-    """Examples set aside. If they stay with the clients, `parts` says which are whose."""
+    """Held-out examples. If they stay with the clients, `parts` are the rows of each client."""
 
     x: Tensor
     y: Tensor
     parts: Sequence[np.ndarray] = ()
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Their hospital, region, …, for evaluation by group."""
+    """Their hospital, region, …, to evaluate by group."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +111,23 @@ class Prepared:
     classes: int
     transform: Callable[[Tensor], Tensor] | None
     summary: partition.Summary
-    """Who holds what for training."""
+    """Training examples by client and class."""
 
     @property
     def positive_rate(self) -> float:
-        """The mean over clients of their share of positives."""
+        """The mean share of positives over clients."""
         return mean_rate(self.y, self.parts)
 
     def ready(self, x: Tensor) -> Tensor:
-        """Return examples as the model wants them."""
+        """Return examples as model inputs."""
         return x if self.transform is None else self.transform(x)
 
 
 def prepare(data: DataSpec, parts: PartitionSpec, seed: int) -> Prepared:
-    """Load, label, set aside, remove, divide and scale.
+    """Load, label, hold out, remove, divide and scale.
 
-    The test set is the origin's, else a share set aside by `data.split`. If the clients hold the test set,
-    the clients are made first, of the origin's training examples, and each keeps a share of its own for testing (and
-    of the rest for validation).
+    The test set is that of the dataset, or else a share drawn with `data.split`. With held_out = "clients", the training
+    examples of the dataset are divided first, and each client holds out a share for testing and validation.
     """
     return divide(data, *load_examples(data), parts, seed)
 
@@ -142,7 +141,7 @@ def divide(
     *,
     scaling: Scaling | None = None,
 ) -> Prepared:
-    """Do all of `prepare` but load. A `scaling` given here takes the place of the one that these examples make."""
+    """Do all of `prepare` except loading. `scaling` replaces the scaling computed from these examples."""
     own_test = data.held_out == "clients"
     if data.remove not in ("", "positive", "negative"):
         raise NestfedError(f"data.remove must be 'positive' or 'negative', not {data.remove!r}.")
@@ -155,7 +154,7 @@ def divide(
         owner = np.empty(len(whole), np.int64)
         for n, share in enumerate(shares):
             owner[share] = n
-        strata = owner * classes + labels  # every client sets aside some of each of its classes
+        strata = owner * classes + labels  # every client holds out some examples of each of its classes
     tested = rows[:0]
     if own_test or test is None:
         rows, tested = _aside(data, whole, strata, rows, data.test, data.split)
@@ -171,7 +170,9 @@ def divide(
     else:
         shares = _owned(owner[rows], len(names))
         if empty := [name for name, share in zip(names, shares) if not len(share)]:
-            raise NestfedError(f"Client {empty[0]} has no training examples left: lower data.test, or merge clients.")
+            raise NestfedError(
+                f"Client {empty[0]} has no training examples left: lower data.test, or use fewer clients."
+            )
     if scaling is not None:
         scale, later = scaling, None
     elif whole.x.dtype == np.uint8:
@@ -209,41 +210,43 @@ def divide(
 
 
 def as_table(data: Dataset) -> tuple[np.ndarray, Schema]:
-    """Return examples as a table and its schema; an array without names has numbered columns."""
+    """Return examples as a table with its schema; columns of a plain array are numbered."""
     return data.x, data.schema or numbered(flat(data.x[:1]).shape[1])
 
 
 def load_examples(data: DataSpec) -> tuple[Dataset, Dataset | None]:
-    """Return the examples that [data] names, and the origin's test set if it names one."""
+    """Return the examples that [data] names, and the dataset's own test set, if any."""
     if bool(data.name) == bool(data.file):
-        raise NestfedError("data needs a name or a file, and not both.")
+        raise NestfedError("[data] needs either a name or a file: set data.name or data.file.")
     if data.file:
         if not data.target:
-            raise NestfedError(f"data.target must name the column of {data.file} that is to be predicted.")
+            raise NestfedError(f"data.target must name the column of {data.file} to predict.")
         table = load_table(
             Path(data.file), data.target, columns=data.columns, drop=data.drop, classes=data.classes or None
         )
         return table, None
     split = load(data.name, data.folder or None)
     if not split.train.y.size:
-        raise NestfedError(f"{data.name} has no labels: it is for language modelling.")
+        raise NestfedError(
+            f"{data.name} has no labels, because it is for language modelling; choose a labelled dataset."
+        )
     return split.train, split.test if len(split.test) else None
 
 
 def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, int]:
-    """Return the labels to learn and how many there are: the classes, or 1 for the positive ones."""
+    """Return the labels to learn and the number of classes; with two classes, 1 is positive."""
     if not (data.binary or data.positive):
         return np.array(y, dtype=np.int64), classes
     positive = data.positive or tuple(range(classes // 2, classes))
     if wrong := [c for c in positive if not (isinstance(c, int) and 0 <= c < classes)]:
-        raise NestfedError(f"data.positive: there is no class {wrong[0]!r}; the classes are 0 to {classes - 1}.")
+        raise NestfedError(f"data.positive: class {wrong[0]!r} does not exist; the classes are 0 to {classes - 1}.")
     return np.isin(y, positive).astype(np.int64), 2
 
 
 def _aside(
     data: DataSpec, whole: Dataset, strata: np.ndarray, rows: np.ndarray, share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Set a share of some rows aside: by patient where patients are known, otherwise by strata."""
+    """Hold out a share of some rows: by patient if patients are known, otherwise by strata."""
     group = data.group or ("patient" if "patient" in whole.columns else "")
     if not group:
         rest, held = partition.hold_out(len(rows), share, seed, labels=strata[rows])
@@ -256,8 +259,8 @@ def _aside(
 
 def _column(setting: str, name: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     if name not in columns:
-        known = f"there are {', '.join(columns)}" if columns else "this data set has none"
-        raise NestfedError(f"{setting}: there is no column {name!r} to divide by; {known}.")
+        known = f"the columns are {', '.join(columns)}" if columns else "this dataset has none"
+        raise NestfedError(f"{setting}: no column {name!r} to divide by; {known}.")
     return columns[name]
 
 
@@ -282,12 +285,12 @@ def _divide(
 
 
 def _owned(owner: np.ndarray, clients: int) -> list[np.ndarray]:
-    """Turn "row → client" into every client's rows."""
+    """Return the rows of each client, given the client of each row."""
     return [np.flatnonzero(owner == n) for n in range(clients)]
 
 
 def _pixels(name: str, x: np.ndarray, rows: int) -> tuple[Scaling, Callable[[Tensor], Tensor] | None]:
-    """Return what turns images into tensors, and what is left to do batch by batch."""
+    """Return the conversion of images to tensors, and the transform to apply to each batch, if any."""
     mean, deviation = PIXELS.get(name, ((0.0,), (1.0,)))
     shape = (-1, *(1,) * (x.ndim - 2))
     factor = (1 / (255 * torch.tensor(deviation))).view(shape)

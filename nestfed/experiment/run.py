@@ -1,4 +1,4 @@
-"""An experiment carried out in a directory: one run, or a fair comparison of several methods."""
+"""Run an experiment in a directory, or many runs in parallel."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
 
 TUNING_SEED = 1000
-"""Tuning uses seeds from here on, so that no reported seed was ever tuned on."""
+"""The first seed of tuning, so that no reported seed is used for tuning."""
 DIVERGED = "diverged.json"
-"""In the directory of a comparison's run that diverged, and would again."""
+"""The file that marks a diverged run of a comparison; such a run is not repeated."""
 
 
 def claim(out: Path, experiment: Experiment) -> None:
-    """Make a run's directory, or refuse one that belongs to another experiment."""
+    """Create a run's directory, or reject one that belongs to another experiment."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise NestfedError(f"Cannot make the directory {out}: {error.strerror}.") from error
+        raise NestfedError(f"Cannot create the directory {out}: {error.strerror}.") from error
     path = out / "experiment.json"
     settings = json.dumps(experiment.resolved(), indent=2, sort_keys=True)
     if path.exists():
@@ -44,15 +44,15 @@ def claim(out: Path, experiment: Experiment) -> None:
         except ValueError as error:
             raise NestfedError(f"{path} cannot be read: {error}.") from error
         if identity(held) != identity(json.loads(settings)):
-            raise NestfedError(f"{out} holds another experiment; choose another directory with --out.")
-    elif any(not p.name.startswith(".") for p in out.iterdir()):  # what a killed process left does not count
-        raise NestfedError(f"{out} is not empty and holds no run; choose another directory with --out.")
+            raise NestfedError(f"{out} contains another experiment; choose another directory with --out.")
+    elif any(not p.name.startswith(".") for p in out.iterdir()):  # ignore temporary files of a killed process
+        raise NestfedError(f"{out} is not empty and contains no run; choose another directory with --out.")
     else:
         write_atomically(path, settings.encode())
 
 
 def leads() -> bool:
-    """Tell whether this process writes: not if `torchrun` started it as one of the others."""
+    """Return whether this process writes: under `torchrun` only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -66,10 +66,13 @@ def run(
     until: int = 0,
     tuning: bool = False,
 ) -> list[Record]:
-    """Carry out one run in its directory; go on with an unfinished one, leave a finished one alone.
+    """Run an experiment in a directory. Resume an unfinished run; do not repeat a finished one.
 
-    Who holds what is told in clients.txt and drawn in clients.png. `profile` hears where the time went. With `until`
-    the run pauses after that round. In `tuning` the test data are not looked at.
+    - `progress`: show a progress bar; None = only on a terminal.
+    - `picture`: draw the clients' examples in clients.png (clients.txt lists them).
+    - `profile`: called with the seconds by activity.
+    - `until`: pause after this round; 0 = run to the end.
+    - `tuning`: do not evaluate on the test data.
     """
     fresh = not out.exists()
     if leads():
@@ -81,7 +84,7 @@ def run(
             return _run(experiment, out, progress, picture and leads(), profile, until, tuning)
         except NestfedError:
             if fresh and leads() and not read_record(out / "record.jsonl"):
-                shutil.rmtree(out)  # nothing was done, so nothing is left
+                shutil.rmtree(out)  # nothing was done, so leave nothing behind
             raise
 
 
@@ -159,7 +162,7 @@ def _simulate(
 
 
 def _alone(experiment: Experiment, made: Any, out: Path, until: int) -> list[Record]:
-    """Train every client by itself; a record is the mean over clients, and the costs are their sums."""
+    """Train each client alone; metrics are means over clients, costs are sums."""
     histories = []
     for n in range(len(made.clients)):
         single = replace(made.clients, parts=[made.clients.parts[n]], names=[made.clients.label(n)])
@@ -188,26 +191,26 @@ def _finish(experiment: Experiment, out: Path, history: Sequence[Record]) -> Non
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a comparison, as plain data for another process."""
+    """One run of a comparison, as plain data for a worker process."""
 
     tables: Mapping[str, Any]
     out: Path
     until: int = 0
-    """The round after which it pauses, if not at its end."""
+    """Pause after this round; 0 = run to the end."""
     tuning: bool = False
-    """Only the validation data are evaluated on."""
+    """Evaluate only on validation data."""
     picture: bool = False
-    """Draw who holds what."""
+    """Draw the clients' examples."""
 
     def done(self) -> bool:
-        """Tell whether there is nothing left to do."""
+        """Return whether the job needs no more work."""
         if (self.out / "finished.json").exists() or (self.out / DIVERGED).exists():
             return True
         return self.until > 0 and any(r["round"] >= self.until for r in read_record(self.out / "record.jsonl"))
 
 
 def _work(job: Job) -> NestfedError | None:
-    """Carry out a job in a worker process; return an error that the user can mend."""
+    """Run a job in a worker process; return an error that the user can fix."""
     import torch
 
     from nestfed.engine.run_directory import Interrupted
@@ -225,7 +228,7 @@ def _work(job: Job) -> NestfedError | None:
 
 
 def _leave_with_parent() -> None:
-    """End this worker when the command that started it is gone, so that no two ever write to one directory."""
+    """End this worker when its parent ends, so that two processes never write to one directory."""
     parent = parent_process()
 
     def watch() -> None:
@@ -236,8 +239,8 @@ def _leave_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def carry_out(jobs: Iterable[Job], workers: int, done: Callable[[Job, NestfedError | None], None]) -> None:
-    """Run jobs in parallel, one thread each; `done` hears of each end and of its error, if any."""
+def run_jobs(jobs: Iterable[Job], workers: int, done: Callable[[Job, NestfedError | None], None]) -> None:
+    """Run jobs in parallel, one thread each; call `done` after each job with its error, if any."""
     todo = [job for job in jobs if not job.done()]
     if not todo:
         return

@@ -1,4 +1,4 @@
-"""An experiment file (TOML) and the objects that it describes."""
+"""Experiment files (TOML) and their tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for _path in sorted((Path(__file__).parent / "packaged").glob("*.toml")):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The [model] table: a network by name, the rest are its options."""
+    """The [model] table: the name of a network, and its options."""
 
     name: str = "mlp"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -33,15 +33,15 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The [run] table: how long."""
+    """The [run] table: rounds, local steps and seed."""
 
     rounds: int = 100
     """Communication rounds."""
     q: int = 10
-    """Local iterations in each."""
+    """Local iterations per round."""
     seed: int = 0
     sites: str = "federated"
-    """federated, or alone: every client trains by itself and the metrics are averaged."""
+    """federated, or alone: each client trains alone, and the metrics are averaged."""
 
     def __post_init__(self) -> None:
         if self.sites not in ("federated", "alone"):
@@ -50,7 +50,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class AlgorithmSpec:
-    """The [algorithm] table: a method by name, the rest are its hyper-parameters."""
+    """The [algorithm] table: the name of a method, and its hyper-parameters."""
 
     name: str = ""
     hyper: Mapping[str, Any] = field(default_factory=dict)
@@ -58,24 +58,24 @@ class AlgorithmSpec:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment, and the methods that `compare` runs it with."""
+    """An experiment, and the methods to compare on it."""
 
     data: DataSpec = DataSpec()
     partition: PartitionSpec = PartitionSpec()
     model: ModelSpec = ModelSpec()
     problem: Objective = Objective()
-    """The [problem] table: the options of the objective that it names."""
+    """The [problem] table: the options of the named objective."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     run: RunSpec = RunSpec()
     evaluation: Evaluation = Evaluation()
     exchange: Exchange = Exchange()
     execution: Execution = Execution()
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The tables as they were written, for overriding and for the record."""
+    """The tables as written, to override them and to record them."""
 
     @property
     def methods(self) -> dict[str, Mapping[str, Any]]:
-        """The [methods.NAME] tables: what differs from the rest of the file, and what to `tune`."""
+        """The [methods.NAME] tables: changes to the rest of the file, and settings to `tune`."""
         return dict(self.source.get("methods", {}))
 
     def resolved(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Experiment:
         return settings
 
     def digest(self) -> str:
-        """Return a short name of these settings."""
+        """Return a short hash of these settings."""
         return hashlib.sha256(json.dumps(identity(self.resolved()), sort_keys=True).encode()).hexdigest()[:10]
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Experiment:
@@ -104,7 +104,7 @@ class Experiment:
         return from_tables(tables)
 
     def for_method(self, name: str) -> Experiment:
-        """Return the experiment as one of its methods, or one of the library's algorithms, runs it."""
+        """Return the experiment with one of its methods, or with one of the library's algorithms."""
         from nestfed.algorithms import METHODS
 
         if name not in self.methods:
@@ -114,7 +114,7 @@ class Experiment:
                 METHODS[name]
             except NestfedError as error:
                 if self.methods:
-                    raise NestfedError(f"{error} This file's own methods are {', '.join(self.methods)}.") from error
+                    raise NestfedError(f"{error} The methods of this file are {', '.join(self.methods)}.") from error
                 raise
             return self._with_algorithm(name)
         tables = copy.deepcopy(dict(self.source))
@@ -129,12 +129,12 @@ class Experiment:
         return from_tables(tables)
 
     def grid(self, name: str) -> dict[str, Any]:
-        """Return what a method tunes, by dotted setting; a name without a section is one of its hyper-parameters."""
+        """Return the values to tune by dotted setting; a name without a section is a hyper-parameter."""
         given = self.methods.get(name, {}).get("tune", {})
         return {key if "." in key else f"algorithm.{key}": values for key, values in given.items()}
 
     def _with_algorithm(self, name: str) -> Experiment:
-        """Return the experiment with another algorithm that keeps the hyper-parameters it also has."""
+        """Return the experiment with another algorithm, which keeps the hyper-parameters that both have."""
         from nestfed.algorithms import METHODS
 
         known = {f.name for f in dataclasses.fields(METHODS[name])}  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ class Experiment:
 
 
 def _merged(section: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with changes; options that only the base's objective has are left behind with it."""
+    """Return a table with changes; a new objective keeps only the options that it has."""
     name = changes.get("name", "")
     if section == "problem" and name != base.get("name") and isinstance(name, str) and name in OBJECTIVES:
         base = {k: v for k, v in base.items() if k in _options(name)}
@@ -157,7 +157,7 @@ def _options(objective: str) -> dict[str, Any]:
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those settings that decide the numbers: all but how the clients are run."""
+    """Return the settings that affect the results: all except [execution], of which only precision does."""
     execution = {"precision": settings["execution"]["precision"]} if "execution" in settings else {}
     return {**settings, "execution": execution}
 
@@ -181,7 +181,7 @@ _MOVED = {
     **{f"run.{f.name}": f"{section}.{f.name}" for section in ("evaluation", "exchange", "execution")
        for f in dataclasses.fields(_SECTIONS[section])},
 }  # fmt: skip
-"""Settings of version 0.1 and where they are now."""
+"""Settings of version 0.1 and their new names."""
 
 
 def _known() -> str:
@@ -189,12 +189,12 @@ def _known() -> str:
 
 
 def packaged() -> dict[str, Path]:
-    """Return the experiments that come with the library, by name."""
+    """Return the packaged experiments by name."""
     return dict(sorted(EXPERIMENTS.items()))
 
 
 def read(path: str | Path) -> Experiment:
-    """Read an experiment file, or one that comes with the library by its name."""
+    """Read an experiment file, or a packaged experiment by name."""
     path = packaged().get(str(path), Path(path))
     try:
         text = path.read_text(encoding="utf-8")
@@ -216,12 +216,12 @@ def read(path: str | Path) -> Experiment:
 
 class _SettingError(NestfedError):
     def __init__(self, section: str, key: str, sentence: str) -> None:
-        super().__init__(" ".join(sentence.split()))  # a name or value may hold line breaks
+        super().__init__(" ".join(sentence.split()))  # a name or value may contain line breaks
         self.section, self.key = section, key
 
 
 def _line(text: str, section: str, key: str) -> str:
-    """Return ", line N" for a setting, as far as a plain look finds it."""
+    """Return ", line N" for a setting, or nothing if a simple search does not find it."""
     inside = False
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()
@@ -236,35 +236,35 @@ def _line(text: str, section: str, key: str) -> str:
 
 
 def from_tables(tables: Mapping[str, Any]) -> Experiment:
-    """Check the tables of an experiment and make it."""
+    """Check the tables and return the experiment."""
     for name in tables:
         if name not in (*_SECTIONS, "methods"):
             raise _SettingError(name, "", str(unknown("section", name, _SECTIONS)))
     for name, table in tables.items():
-        _refuse_odd(name, "", table)
-    _refuse_odd_methods(tables.get("methods", {}))
+        _reject_odd(name, "", table)
+    _reject_odd_methods(tables.get("methods", {}))
     parsed = {name: _section(name, cls, tables.get(name, {})) for name, cls in _SECTIONS.items()}
     return Experiment(**parsed, source=tables)
 
 
-def _refuse_odd(section: str, key: str, value: Any, depth: int = 0) -> None:
-    """Refuse what TOML can say but no setting means: dates, endless nesting, numbers of hundreds of digits."""
+def _reject_odd(section: str, key: str, value: Any, depth: int = 0) -> None:
+    """Reject TOML values that no setting has: dates, deep nesting, numbers beyond 64 bits."""
     where = f"{section}.{key}" if key else f"[{section}]"
     if depth > 16:
         raise _SettingError(section, key, f"{where} is nested too deeply.")
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            _refuse_odd(section, key or str(name), inner, depth + 1)
+            _reject_odd(section, key or str(name), inner, depth + 1)
     elif isinstance(value, list | tuple):
         for inner in value:
-            _refuse_odd(section, key, inner, depth + 1)
+            _reject_odd(section, key, inner, depth + 1)
     elif isinstance(value, int) and abs(value) >= 2**63:
         raise _SettingError(section, key, f"{where} is a whole number beyond 64 bits.")
     elif isinstance(value, date | time):
         raise _SettingError(section, key, f"{where} must be a number, text, true, false or a list, not {value}.")
 
 
-def _refuse_odd_methods(methods: Any) -> None:
+def _reject_odd_methods(methods: Any) -> None:
     if not isinstance(methods, Mapping):
         raise _SettingError("methods", "", f"[methods] must be a table of tables, not {methods!r}.")
     for name, table in methods.items():
@@ -291,7 +291,7 @@ def _section(section: str, cls: type, table: Any) -> Any:
     values = _values(section, table, {f.name: f.default for f in dataclasses.fields(cls)})
     try:
         return cls(**values)
-    except NestfedError as error:  # the table rejects a value
+    except NestfedError as error:  # raised by the table's own checks
         key = next((k for k in values if f"{section}.{k}" in str(error)), "")
         raise _SettingError(section, key, str(error)) from error
 
@@ -365,12 +365,12 @@ def _privacy(value: Any) -> Gaussian | None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a hyper-parameter; {scale, shift, power} is a decaying schedule."""
+    """Return an option of a model or method; a list becomes a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Read settings as they are written on the command line: section.name=value, the value as in TOML or as text."""
+    """Parse settings of the command line: section.name=value, with a value in TOML or plain text."""
     changes = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -386,7 +386,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def hyper_parameters(spec: AlgorithmSpec) -> dict[str, Any]:
-    """Return hyper-parameters with schedules made: {scale = 1.0, shift = 1.0, power = 0.33} is scale/(shift+t)^power."""
+    """Return hyper-parameters; {scale = 1.0, shift = 1.0, power = 0.33} becomes the schedule scale/(shift+t)^power."""
     made = {}
     for key, value in spec.hyper.items():
         if isinstance(value, Mapping):

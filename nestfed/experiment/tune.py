@@ -1,8 +1,8 @@
-"""Tuning: every method tries settings of its grid on validation data, all by one rule, in parallel, resumable.
+"""Tuning: try the settings of each method's grid on validation data, in parallel and resumable.
 
-A method's trials are an Optuna study in `trials.log`; each trial is an ordinary run in a directory of its own. At a
-quarter and at half of the rounds the better half of a method's trials goes on and the others stop: the same rule for
-all methods, and one that waits for every trial, so that the outcome does not depend on who was faster.
+A method's trials are an Optuna study in `trials.log`; each trial is an ordinary run in its own directory. After a quarter
+and after half of the rounds, the worse half of a method's trials stops. This rule waits for all trials, so the result
+does not depend on their speed, and it is the same for all methods.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine.record import read as read_record
-from nestfed.experiment.run import TUNING_SEED, Job, carry_out
+from nestfed.experiment.run import TUNING_SEED, Job, run_jobs
 from nestfed.experiment.spec import Experiment
 from nestfed.files import locked, write_atomically
 from nestfed.metrics import find
@@ -40,43 +40,43 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 TRIALS = 10
-"""Trials of a method whose grid has ranges, unless another number is asked for."""
+"""The default number of trials for a grid with ranges."""
 STOPS = (0.25, 0.5)
-"""The shares of the rounds after which the worse half of the trials stops."""
+"""The worse half of the trials stops after these shares of the rounds."""
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one trial."""
+    """The result of one trial."""
 
     settings: Mapping[str, Any]
     state: str
-    """finished, stopped (early, as one of the worse half) or failed (it diverged)."""
+    """finished, stopped (early, in the worse half) or failed (diverged)."""
     value: float | None
-    """The validation metric when it ended."""
+    """The last validation metric."""
     round: int
-    """The round in which that was taken."""
+    """The round of `value`."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning found for one method."""
+    """The result of tuning one method."""
 
     method: str
     chosen: Mapping[str, Any]
     trials: Sequence[Trial] = ()
-    """Empty if there was nothing to choose."""
+    """Empty if the grid has a single point."""
 
 
 class Halving(optuna.pruners.BasePruner):
-    """Of `count` trials the better half by a metric continues after each of the rungs; failed ones are the worst."""
+    """Stops the worse half of `count` trials after each rung; failed trials rank last."""
 
     def __init__(self, count: int, rungs: Sequence[int], metric: Metric) -> None:
         self.count, self.rungs, self.metric = count, rungs, metric
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
-        """Tell whether a trial stops; every trial's value at this round must have been reported."""
+        """Return whether a trial stops; all trials must have reported their value at this round."""
         step = trial.last_step
         if step is None or step not in self.rungs:
             return False
@@ -92,7 +92,7 @@ class Halving(optuna.pruners.BasePruner):
 def search_space(experiment: Experiment, method: str) -> dict[str, BaseDistribution]:
     """Return what a method's [methods.NAME.tune] says: for every dotted setting a list of values, or a range.
 
-    A range is {low, high}, with log = true for one of orders of magnitude; whole numbers at both ends mean whole numbers.
+    A range is {low, high}, on a logarithmic scale with log = true; if both ends are whole numbers, so are all values.
     """
     space: dict[str, BaseDistribution] = {}
     for key, given in experiment.grid(method).items():
@@ -105,19 +105,19 @@ def search_space(experiment: Experiment, method: str) -> dict[str, BaseDistribut
             try:
                 space[key] = IntDistribution(low, high, log) if whole else FloatDistribution(low, high, log)
             except (TypeError, ValueError) as error:
-                raise NestfedError(f"{where} is no range: {error}") from error
+                raise NestfedError(f"{where} is not a valid range: {error}") from error
         else:
             raise NestfedError(f"{where} must be a list of values to try, or a range {{low, high, log}}.")
     return space
 
 
 def _scalar(value: Any) -> Any:
-    """Return a value as Optuna can store it; a table or a list is told as text."""
+    """Return a value that Optuna can store; a table or list becomes JSON."""
     return json.dumps(value) if isinstance(value, dict | list) else value
 
 
 def _settings(experiment: Experiment, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trial's settings as they stand in the file, in the file's order."""
+    """Return a trial's settings as written in the file, in the same order."""
     grid = experiment.grid(method)
     originals = {k: {_scalar(v): v for v in given} if isinstance(given, list) else {} for k, given in grid.items()}
     return {k: originals[k].get(params[k], params[k]) for k in grid}
@@ -132,12 +132,12 @@ class _Search:
     variant: Experiment
     study: Study
     plan: Sequence[int]
-    """The rounds at which trials pause, and that of their end."""
+    """The rounds at which trials pause, and their last round."""
     metric: Metric
-    """On validation data."""
+    """The metric on validation data."""
     out: Path
     seeds: int
-    """Every trial is run with so many seeds, and judged by their mean."""
+    """Seeds per trial; their mean counts."""
 
     def settings(self, trial: FrozenTrial) -> dict[str, Any]:
         return _settings(self.experiment, self.method, trial.params)
@@ -145,7 +145,7 @@ class _Search:
     def jobs(self, trial: FrozenTrial, until: int) -> list[Job]:
         made = []
         for s in range(self.seeds):
-            # What the run would output does not matter here, and "uniform" could not pause.
+            # A trial needs no final point, and a run with keep = "uniform" cannot pause.
             fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed + s, "evaluation.keep": "last"}
             tables = self.variant.with_overrides({**self.settings(trial), **fixed}).source
             tables = {k: v for k, v in tables.items() if k != "methods"}
@@ -157,10 +157,10 @@ class _Search:
         return self.study.get_trials(states=(TrialState.RUNNING,))
 
     def judged(self, jobs: Mapping[int, Sequence[Job]], step: int, errors: Mapping[Path, str]) -> None:
-        """Report every running trial's value at a round, then stop those that are not to go on."""
+        """Report the value of each running trial at a round, then stop the worse half."""
         failed = {number: errors[job.out] for number, runs in jobs.items() for job in runs if job.out in errors}
         if len(failed) == len(jobs) and not self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
-            raise NestfedError(f"Every trial of {self.method} failed, the first with: {failed[min(failed)]}")
+            raise NestfedError(f"All trials of {self.method} failed; the first error: {failed[min(failed)]}")
         for number in failed:
             self.study.tell(number, state=TrialState.FAIL)
         going = {t.number: t for t in self.running() if t.number in jobs}
@@ -185,33 +185,33 @@ class _Search:
             step = t.last_step or 0
             return step, self.metric.signed(t.intermediate_values[step]), -t.number
 
-        # If every trial that continued has failed, the best of those that came farthest before is chosen.
+        # Choose among the trials that got farthest; those that failed later do not count.
         sound = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
         return Tuned(self.method, self.settings(max(sound, key=place)), trials)
 
 
 def validation(out: Path, metric: Metric, step: int) -> float:
-    """Return a run's validation metric at a round; one that is not a number counts as the worst."""
+    """Return a run's validation metric at a round; NaN counts as the worst value."""
     records = [r for r in read_record(out / "record.jsonl") if metric.name in r]
     if not records:
-        raise NestfedError(f"The records in {out} hold no {metric.name!r}: tuning needs a metric on validation data.")
+        raise NestfedError(f"The records in {out} have no {metric.name!r}: tuning needs a metric on validation data.")
     found = [r[metric.name] for r in records if r["round"] == step]
     return float(found[-1]) if found and found[-1] is not None else metric.floor
 
 
 def pauses(rounds: int, every: int) -> list[int]:
-    """Return the rounds after which the worse half stops: those of an evaluation, before the end."""
+    """Return the rounds after which the worse half stops; they are rounded up to an evaluation."""
     steps = {math.ceil(share * rounds / every) * every for share in STOPS}
     return sorted(step for step in steps if step < rounds)
 
 
 def trial_rounds(variant: Experiment, most: int) -> int:
-    """Return how many rounds a trial of a method has, if it may have so many (0: any number)."""
+    """Return the rounds of a trial, at most `most` (0 = no limit)."""
     return min(most or variant.run.rounds, variant.run.rounds)
 
 
 def number(space: Mapping[str, BaseDistribution], trials: int) -> int:
-    """Return how many trials a method has: as many as asked for, if there are so many points; by default all."""
+    """Return the number of trials: `trials`, but at most the points of a grid; 0 = the whole grid."""
     if any(not isinstance(d, CategoricalDistribution) for d in space.values()):
         return trials or TRIALS
     size = math.prod(len(d.choices) for d in space.values() if isinstance(d, CategoricalDistribution))
@@ -219,10 +219,10 @@ def number(space: Mapping[str, BaseDistribution], trials: int) -> int:
 
 
 def drawn(space: dict[str, BaseDistribution], count: int) -> list[dict[str, Any]]:
-    """Return the points to try, always the same ones: random ones if there are ranges, else points of the grid.
+    """Return the points to try, drawn with a fixed seed: from the ranges if there are any, else from the grid.
 
-    Some of a grid are drawn so that the values of its first setting, by custom the step size, take turns, and at equal
-    places in grids of equal shape: else the draw would decide which method gets the good step sizes.
+    Points of a grid alternate between the values of its first setting, usually the step size. Grids of equal shape get
+    points at equal positions. Otherwise chance would decide which method gets the good step sizes.
     """
     lists = {k: list(d.choices) for k, d in space.items() if isinstance(d, CategoricalDistribution)}
     if len(lists) < len(space):
@@ -240,7 +240,7 @@ def drawn(space: dict[str, BaseDistribution], count: int) -> list[dict[str, Any]
 
 
 def _storage(path: Path) -> JournalStorage:
-    """Open the file of all studies; what a crash left of a line, and its lock, are removed (only one command holds the directory)."""
+    """Open the file of all studies; remove the partial line and the lock of a crash (the directory is locked)."""
     if path.exists():
         text = path.read_bytes()
         if not text.endswith(b"\n"):
@@ -259,14 +259,14 @@ def _open(
     stopping: bool,
     seeds: int,
 ) -> _Search:
-    """Return a method's study, new or gone on with, with all its trials drawn."""
+    """Open or resume a method's study, with all its trials drawn."""
     space = search_space(experiment, method)
     count = number(space, trials)
     rungs = pauses(variant.run.rounds, variant.evaluation.every) if stopping else []
     grid = experiment.grid(method)
     several = [seeds] if seeds > 1 else []
-    told = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs, *several], sort_keys=True)
-    identity = hashlib.sha256(told.encode()).hexdigest()
+    content = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs, *several], sort_keys=True)
+    identity = hashlib.sha256(content.encode()).hexdigest()
     study = optuna.create_study(
         study_name=method,
         storage=_storage(out / "trials.log"),
@@ -275,7 +275,7 @@ def _open(
         pruner=Halving(count, rungs, metric),
     )
     if study.user_attrs.get("identity", identity) != identity:
-        raise NestfedError(f"{out} holds another tuning of {method}; choose another directory with --out.")
+        raise NestfedError(f"{out} contains another tuning of {method}; choose another directory with --out.")
     study.set_user_attr("identity", identity)
     for params in drawn(space, count)[len(study.trials) :]:
         study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=space))
@@ -294,19 +294,24 @@ def tune(
     workers: int | None = None,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Metric, dict[str, Tuned]]:
-    """Let every method try settings, and choose the best by validation data; return the metric and what was found.
+    """Try settings for each method and choose the best on validation data; return the metric and the results.
 
-    `trials` is the number for each method (0: its whole grid; one with fewer points tries them all), `rounds` how long
-    each may be (0: as long as a run). Without `stopping` every trial runs to its end. With several `seeds` a trial is judged
-    by the mean over them. The same call goes on with what is in `out`.
+    Call it again with the same `out` to resume.
+
+    - `trials`: trials per method, at most its whole grid; 0 = the whole grid.
+    - `rounds`: rounds of a trial; 0 = those of a run.
+    - `stopping`: stop the worse half of the trials early.
+    - `seeds`: seeds per trial; their mean counts.
+    - `workers`: parallel processes; None = one per core.
+    - `tell`: called with progress messages.
     """
     from nestfed.experiment.build import assemble
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if trials < 0:
-        raise NestfedError(f"trials must be at least 1, not {trials}.")
+        raise NestfedError(f"trials must be at least 0 (0 = the whole grid), not {trials}.")
     if not methods:
-        raise NestfedError("There are no methods to tune: name at least one.")
+        raise NestfedError("No methods to tune: name at least one.")
     metrics, found, variants = {}, {}, {}
     for name in methods:
         variant = experiment.for_method(name)
@@ -333,12 +338,12 @@ def tune(
 
 
 def _on_validation(metric: Metric) -> Metric:
-    """Return a metric under the name that records have for its value on validation data."""
+    """Return a metric with the name of its validation value in records."""
     return replace(metric, name=f"val_{metric.name}")
 
 
 def _search(searches: Sequence[_Search], workers: int, tell: Callable[[str], None]) -> None:
-    """Carry out all trials, stage by stage."""
+    """Run all trials, stage by stage."""
     for stage in range(max((len(s.plan) for s in searches), default=0)):
         todo = {
             s.method: {t.number: s.jobs(t, s.plan[stage]) for t in s.running()} for s in searches if stage < len(s.plan)
@@ -350,23 +355,25 @@ def _search(searches: Sequence[_Search], workers: int, tell: Callable[[str], Non
         def on_trial(job: Job, error: NestfedError | None, errors: dict[Path, str] = errors, of: int = total) -> None:
             if isinstance(error, DivergedError):
                 errors[job.out] = str(error)
-            elif error is not None:  # a full disk, say: no fault of the settings
+            elif error is not None:  # for example a full disk: not caused by the settings
                 raise NestfedError(f"{job.out.parent.name}, {job.out.name}: {error}") from error
             tell(f"tuning, to round {job.until}: {next(count)}/{of}")  # noqa: B023 (called before the next stage)
 
-        carry_out(jobs, workers, on_trial)
+        run_jobs(jobs, workers, on_trial)
         for search in searches:
             if todo.get(search.method):
                 search.judged(todo[search.method], search.plan[stage], errors)
 
 
 def tuned_tables(experiment: Experiment, tuned: Mapping[str, Tuned]) -> dict[str, Any]:
-    """Return the experiment's tables with the chosen settings in the place of every grid."""
+    """Return the experiment's tables with the chosen settings instead of the grids."""
     tables = copy.deepcopy(dict(experiment.source))
     for name, outcome in tuned.items():
         table = tables.setdefault("methods", {}).setdefault(name, {})
         table.pop("tune", None)
-        table["algorithm"] = dict(experiment.for_method(name).source["algorithm"])  # a method's table replaces it whole
+        table["algorithm"] = dict(
+            experiment.for_method(name).source["algorithm"]
+        )  # a method's own table replaces the whole section
         for key, value in outcome.chosen.items():
             section, _, setting = key.partition(".")
             table.setdefault(section, {})[setting] = value
@@ -385,15 +392,15 @@ def write_tuned(experiment: Experiment, tuned: Mapping[str, Tuned], path: Path) 
 
 
 def shown(tuned: Mapping[str, Tuned], metric: Metric) -> tuple[list[str], list[list[str]]]:
-    """Return a table for people: every trial, best first, the chosen settings marked."""
+    """Return a table of all trials, best first, with the chosen one marked."""
     rows = []
     for outcome in tuned.values():
-        told = " ".join(f"{k.split('.')[-1]}={v}" for k, v in outcome.chosen.items())
+        settings = " ".join(f"{k.split('.')[-1]}={v}" for k, v in outcome.chosen.items())
         if not outcome.trials:
-            rows.append([outcome.method, told or "as in the file", "", "", "nothing to choose"])
+            rows.append([outcome.method, settings or "as in the file", "", "", "nothing to choose"])
         for trial in sorted(outcome.trials, key=lambda t: (-t.round, -metric.signed(t.value))):
-            told = " ".join(f"{k.split('.')[-1]}={v}" for k, v in trial.settings.items())
+            settings = " ".join(f"{k.split('.')[-1]}={v}" for k, v in trial.settings.items())
             value = "" if trial.value is None else f"{trial.value:.4f}"
             state = "chosen" if trial.state == "finished" and trial.settings == outcome.chosen else trial.state
-            rows.append([outcome.method, told, value, str(trial.round), state])
+            rows.append([outcome.method, settings, value, str(trial.round), state])
     return ["method", "settings", f"{metric.name} on validation", "after round", ""], rows

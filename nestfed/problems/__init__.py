@@ -1,4 +1,4 @@
-"""What is minimised: the four kinds of nested objective, and one file per objective."""
+"""Problems: the four kinds of objective, and one file per named objective."""
 
 from nestfed.core import OBJECTIVES
 from nestfed.problems.base import Ball, Box, Compositional, Conditional, Minimax, Minimize, Simplex

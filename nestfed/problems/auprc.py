@@ -24,17 +24,18 @@ QI_2021 = """@inproceedings{qi2021stochastic,
   year      = {2021}
 }"""
 MARGIN = 0.5
-"""The default margin s: measured, see docs/choosing.md. The papers use 0.1."""
+"""The default margin s, chosen by experiment (docs/choosing.md). The papers use 0.1."""
 
 
 class AUPRC(Conditional):
     """Minimise −E_{z⁺} g₁/g₂ with g = (E 1[y=1]ℓ, E ℓ), ℓ = max(s − h(z⁺) + h(z), 0)², h = sigmoid of the score.
 
-    ξ is a positive example z⁺, η an example z of the whole data; batches come from `nestfed.data.clients.Pairs`.
-    z⁺ itself, which is always among the examples, is counted as one more of the batch's k inner positives, each of which
-    then weighs k/(k+1) of what it did, so that positives weigh as much as in the data. Without it a z⁺ that the few drawn
-    positives do not reach would have a ratio near 0, and gradients of any size, however well it is ranked. Its ℓ is s²,
-    so g₂ is never 0; a tiny ε does the same for a batch without positives.
+    ξ is a positive example z⁺, η any example z of the data; batches come from `nestfed.data.clients.Pairs`.
+
+    z⁺ itself counts as one more of the batch's k inner positives, whose weights are multiplied by k/(k+1), so that
+    positives keep their total weight. Without it, a well-ranked z⁺ that scores above the few drawn positives would
+    have a ratio near 0 and unbounded gradients. Its ℓ is s², so g₂ is never 0; a tiny ε ensures this for a batch
+    without positives.
     """
 
     def __init__(self, model: nn.Module | Tensor, *, margin: float = MARGIN, clip: float | None = None) -> None:
@@ -68,9 +69,9 @@ class AUPRCOptions(Labelled):
     outer: int = 8
     """Positives in a step."""
     inner: int = 24
-    """Examples that each of them is compared with."""
+    """Examples compared with each positive."""
     inner_positives: int = 0
-    """How many of these are positives; 0 = half."""
+    """Positives among the inner examples; 0 = half."""
     margin: float = MARGIN
     """The margin s of the surrogate loss."""
     clip: float = 0.0

@@ -26,7 +26,7 @@ YING_2016 = """@inproceedings{ying2016stochastic,
 
 
 class Thresholds(nn.Module):
-    """A scoring module with the objective's own scalars: a follows the positives' mean score, b the negatives'."""
+    """A scoring module with two scalars: a tracks the positives' mean score, b the negatives'."""
 
     def __init__(self, module: nn.Module, sigmoid: bool) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class AUROC(Minimax, SolvableSaddle):
     """Minimise the AUC square loss in the minimax form of Ying et al. 2016, θ = (model, a, b), one number w.
 
     f = (1−p)(h−a)²1[y=1] + p(h−b)²1[y=0] + 2(1+w)(p·h·1[y=0] − (1−p)·h·1[y=1]) − p(1−p)w², where p is the share of
-    positives in the training data. The objective can be negative: look at the AUROC, not at the loss.
-    The score h is the raw output, or its sigmoid on request.
+    positives in the training data. The objective can be negative: watch the AUROC, not the loss.
+    The score h is the raw output, or its sigmoid with `sigmoid=True`.
 
-    Without `p` the share comes from the clients: `Balanced` batches (x, y, weight), y in {0, 1}. The problem is then
-    divided by 4p(1−p): it is the one with p = ½, and a step size means the same whatever the share of positives.
-    With `p`, the mean over clients of their shares, batches are plain ones (x, y), as in the papers.
+    Without `p`, batches are (x, y, weight) from `Balanced` clients, y in {0, 1}. The objective is then divided by
+    4p(1−p), which makes it the one with p = ½: a step size means the same for every share of positives.
+    With `p`, the mean over clients of their shares, batches are plain (x, y), as in the papers.
     """
 
     def __init__(
@@ -79,15 +79,16 @@ class AUROC(Minimax, SolvableSaddle):
     def _checked(self, batch: Data) -> Data:
         if len(batch) != 2 + self.weighted:
             raise NestfedError(
-                "auroc: AUROC(model) needs batches (x, y, weight) from Balanced clients; for plain batches (x, y) give "
+                "auroc: AUROC(model) needs batches (x, y, weight) from Balanced clients; for plain batches (x, y) pass "
                 "the share of positives, AUROC(model, p=…)."
             )
         return batch
 
     def best_dual(self, theta: Tensor, batch: Batch | Data) -> Tensor:
-        """Return E[h|−] − E[h|+], estimated so that the mean over clients is right however they share the classes.
+        """Estimate E[h|−] − E[h|+]; the mean over clients is unbiased for every distribution of classes.
 
-        Linear in the batch's examples; distances from a and b are averaged, which are smaller than scores.
+        The estimate is linear in the batch's examples. It averages distances from a and b, which are smaller than
+        scores.
         """
         sample = as_batch(batch)
         x, negative, positive = self._classes(sample.data, theta.dtype)
@@ -97,7 +98,7 @@ class AUROC(Minimax, SolvableSaddle):
         return (b - a + (negative * (h - b) - positive * (h - a)).mean())[None].detach()
 
     def _classes(self, data: Data, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a batch's inputs, and for either class weights whose mean over all data is 1."""
+        """Return a batch's inputs, and for each class weights whose mean over all data is 1."""
         x, y, *weight = self._checked(data)
         negative, positive = (y != 1).to(dtype) / (1 - self.p), (y == 1).to(dtype) / self.p
         if weight:
@@ -110,7 +111,7 @@ class AUROC(Minimax, SolvableSaddle):
         return lambda *args, **kwargs: model(*args, **kwargs)[0]
 
     def module(self, x: Tensor) -> Any:
-        """Return the user's own scoring module with trained parameters."""
+        """Return the user's scoring module with trained parameters."""
         return super().module(x).module
 
 
@@ -121,7 +122,7 @@ class AUROCOptions(Labelled):
     batch: int = 32
     """Examples in a step."""
     balanced: bool = True
-    """Draw as many positives as negatives and weigh them back; false = plain batches, as in the papers."""
+    """Draw half positives and half negatives, with correcting weights; false = plain batches, as in the papers."""
     sigmoid: bool = False
     """Take the sigmoid of the model's output as the score."""
     clip: float = 0.0
@@ -153,7 +154,7 @@ class AUROCOptions(Labelled):
         restarts: Callable[[int], bool] = lambda t: t == 0,
         **held: Any,
     ) -> tuple[AUROC, Balanced | Examples]:
-        """Return the problem on balanced batches, or on plain ones with the share of positives p."""
+        """Return the problem on balanced batches, or on plain batches with the share of positives p."""
         size = self.size(self.batch, restarts)
         if self.balanced:
             problem = AUROC(model, sigmoid=self.sigmoid, clip=self.clip or None)

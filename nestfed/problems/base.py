@@ -1,4 +1,4 @@
-"""The four kinds of problem. The user writes f and g in plain torch; automatic differentiation does the rest."""
+"""The four kinds of problem. Users write f and g in plain torch; gradients come from automatic differentiation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nestfed.core import Batch, Composed, Data, Differentiable, NestfedError, Pr
 from nestfed.problems.flat import Flat, KeyedDropout
 
 Model = Any
-"""What f and g receive: a callable like the user's module, or the vector itself."""
+"""The model passed to f and g: a callable like the user's module, or the vector itself."""
 
 
 def leading(data: Data, axes: int = 1) -> int:
@@ -73,7 +73,7 @@ class Simplex:
 
 
 class _Modelled(Problem):
-    """What the kinds have in common: a model, perhaps a penalty, a domain and a clipping norm."""
+    """Shared by all kinds: a model, and optionally a penalty, a domain and a clipping norm."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class _Modelled(Problem):
 
     @property
     def x0(self) -> Tensor:
-        """The model's own parameters as one vector."""
+        """The model's parameters as one vector."""
         return self.flat.x0
 
     def bind(self, x: Tensor, *, train: bool = False) -> Model:
@@ -99,7 +99,7 @@ class _Modelled(Problem):
         return self.flat.bind(x, train=train)
 
     def module(self, x: Tensor) -> Any:
-        """Return a copy of the user's own model that holds x."""
+        """Return a copy of the user's model with the parameters x."""
         return self.flat.module(x)
 
     def to(self, device: torch.device) -> None:
@@ -107,11 +107,11 @@ class _Modelled(Problem):
         self.flat.to(device)
 
     def examples(self, data: Data) -> int:
-        """Count the examples that one evaluation on this batch uses."""
+        """Return the number of examples in one evaluation of this batch."""
         return leading(data)
 
     def cut(self, data: Data, pieces: int) -> list[tuple[float, Data]]:
-        """Cut a batch into pieces, each with its share in the batch's mean loss."""
+        """Split a batch into pieces, each with its weight in the batch's mean loss."""
         return _cut(data, leading(data), pieces)
 
     def project(self, x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class _Modelled(Problem):
     def _estimate(
         self, loss: Callable[..., Tensor], at: tuple[Tensor, ...], sample: Batch
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the gradients of loss(*at, data) with respect to each of `at`, and its value; note what it cost."""
+        """Return the gradients of loss(*at, data) with respect to each of `at`, and its value; record the cost."""
         if sample.pieces == 1:
             with _around(sample):
                 total, value = _gradients(lambda *y: loss(*y, sample.data), at, sample.eager)
@@ -166,10 +166,10 @@ def _one_number(name: str, value: Tensor) -> Tensor:
 
 
 def _cut(data: Data, length: int, pieces: int) -> list[tuple[float, Data]]:
-    """Cut along the first axis; what has length 1 there is common to all pieces."""
+    """Split along the first axis; tensors of length 1 go into every piece."""
     if any(leaf.dim() < 1 or len(leaf) not in (1, length) for leaf in tree_leaves(data)):
         raise NestfedError(
-            "accumulate: this problem's batches are no rows of examples, so they cannot be cut into pieces."
+            "accumulate: this problem's batches are not rows of examples, so they cannot be split into pieces."
         )
     size = -(-length // pieces)
 
@@ -180,7 +180,7 @@ def _cut(data: Data, length: int, pieces: int) -> list[tuple[float, Data]]:
 
 
 def _around(sample: Batch, piece: int = 0) -> AbstractContextManager[Any]:
-    """Return what an evaluation happens in: dropout by the batch's key, products in another precision."""
+    """Return the context of an evaluation: dropout from the batch's key, and its precision."""
     stack = ExitStack()
     if sample.precision is not None:
         stack.enter_context(torch.autocast(tree_leaves(sample.data)[0].device.type, sample.precision))
@@ -200,12 +200,12 @@ def _gradients(
     with torch.enable_grad():
         value = function(*leaves)
     found = torch.autograd.grad(value, leaves, allow_unused=len(at) > 1)
-    # A player that the loss does not mention stands still.
+    # A player that the loss does not use gets a zero gradient.
     return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves)), value.detach().to(at[0].dtype)
 
 
 class Minimize(_Direct):
-    """F(x) = E f(x; ξ), the plain average of losses. `f(model, batch)` returns the batch's mean loss."""
+    """F(x) = E f(x; ξ), an average of losses. `f(model, batch)` returns the batch's mean loss."""
 
     def __init__(self, f: Callable[[Model, Data], Tensor], model: nn.Module | Tensor, **options: Any) -> None:
         self.f = f
@@ -221,9 +221,9 @@ class Conditional(_Direct):
     """F(x) = E_ξ f_ξ(E_{η|ξ} g_η(x, ξ)).
 
     A batch is a pair (outer, inner): b outer samples ξ, and inner samples η with leading axes (b, m), or
-    (1, m) when all outer samples look at the same inner ones. `g(model, outer, inner)` returns (b, m, …), one
-    value per pair; the library takes the mean over m, *inside* f (Eq. 3 of the FCSG paper);
-    `f(u, outer)` maps these means, (b, …), to (b,). The estimator's bias is O(1/m).
+    (1, m) if all outer samples share the inner ones. `g(model, outer, inner)` returns one value per pair,
+    (b, m, …). The library takes the mean over m, *inside* f (Eq. 3 of the FCSG paper). `f(u, outer)` maps
+    these means, (b, …), to (b,). The estimator's bias is O(1/m).
     """
 
     def __init__(
@@ -253,11 +253,11 @@ class Conditional(_Direct):
         return self._with_penalty(losses.mean(), model)
 
     def examples(self, data: Data) -> int:
-        """Count outer and inner samples."""
+        """Return the number of outer and inner samples."""
         return leading(data[0]) + leading(data[1], 2)
 
     def cut(self, data: Data, pieces: int) -> list[tuple[float, Data]]:
-        """Cut along the outer samples; inner samples that all look at go into every piece."""
+        """Split along the outer samples; shared inner samples go into every piece."""
         return _cut(data, leading(data[0]), pieces)
 
 
@@ -286,15 +286,15 @@ class Compositional(_Direct, Composed):
         return self._with_penalty(self.f(self.g(model, inner), outer), model)
 
     def examples(self, data: Data) -> int:
-        """Count outer and inner samples."""
+        """Return the number of outer and inner samples."""
         return leading(data[0]) + leading(data[1])
 
     def cut(self, data: Data, pieces: int) -> list[tuple[float, Data]]:
-        """Refuse: the inner value is a mean over the whole batch, inside f."""
+        """Raise an error: the inner value is a mean over the whole batch, inside f."""
         raise NestfedError("accumulate: a Compositional problem needs its whole batch at once; draw smaller batches.")
 
     def inner(self, x: Tensor, batch: Batch | Data) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return g(x; ξ) as one row, and its pullback (to which a penalty adds its own gradient)."""
+        """Return g(x; ξ) as one row, and its pullback, which includes the gradient of a penalty."""
         sample = as_batch(batch)
 
         def value(y: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Classification with cross-entropy, the plain average of losses that the nested objectives are compared with."""
+"""Classification with cross-entropy, the baseline for the nested objectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An `nn.Module` seen as one flat vector, and back, as views rather than copies."""
+"""Convert an `nn.Module` to one flat vector and back, with views instead of copies."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from nestfed.core import NestfedError
 
 
 class Flat:
-    """The shape of a model: an `nn.Module`, or a plain vector when the user needs no module."""
+    """The layout of a model: an `nn.Module`, or a plain vector."""
 
     def __init__(self, model: nn.Module | Tensor) -> None:
         self.source = model
         if isinstance(model, Tensor):
             if model.dim() != 1 or not model.is_floating_point():
                 raise NestfedError(
-                    f"A model that is not an nn.Module must be a vector of floats, not {model.dtype} {tuple(model.shape)}."
+                    f"The model must be an nn.Module or a vector of floats, not {model.dtype} {tuple(model.shape)}."
                 )
             self.x0 = model.detach().clone()
             self.random = self.planar = self.heavy = False
             return
-        _refuse_running_statistics(model)
+        _reject_running_statistics(model)
         parameters = dict(model.named_parameters())
         if not parameters:
             raise NestfedError(f"{type(model).__name__} has no parameters to train.")
@@ -52,7 +52,7 @@ class Flat:
         return _Bound(self._train if train else self._eval, self.names, self._places[train], values)
 
     def module(self, x: Tensor) -> nn.Module | Tensor:
-        """Return a copy of the user's own model that holds x, ready for use."""
+        """Return a copy of the user's model with the parameters x, in evaluation mode."""
         if isinstance(self.source, Tensor):
             return x.detach().clone()
         result = copy.deepcopy(self.source)
@@ -62,7 +62,7 @@ class Flat:
         return result.eval()
 
     def to(self, device: torch.device) -> None:
-        """Move what the model owns beside its parameters."""
+        """Move x0 and the model's buffers."""
         self.x0 = self.x0.to(device)
         if not isinstance(self.source, Tensor):
             for skeleton in (self._train, self._eval):
@@ -73,7 +73,7 @@ class Flat:
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """Copy a module without its parameters' memory: every call brings its own."""
+    """Copy a module without the memory of its parameters, which every call provides."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in model.parameters()
     }
@@ -84,7 +84,7 @@ Places = list[list[tuple[dict[str, Any], str]]]
 
 
 def _places(module: nn.Module) -> Places:
-    """Return where each parameter is looked up: in two places if two layers share it."""
+    """Return where each parameter is stored: in two places if two layers share it."""
     held = [(m._parameters, k, p) for m in module.modules() for k, p in m._parameters.items()]
     return [[(table, k) for table, k, p in held if p is parameter] for parameter in module.parameters()]
 
@@ -92,8 +92,8 @@ def _places(module: nn.Module) -> Places:
 class _Bound:
     """A module at one point: a callable like the user's module.
 
-    The parameters are put in their places before each call and stay there. That costs a fraction of
-    `torch.func.functional_call`, and a module that recomputes its activations finds them during the backward pass.
+    Each call first stores the parameters in the module and leaves them there. This costs a fraction of
+    `torch.func.functional_call`, and modules that recompute activations find them in the backward pass.
     """
 
     def __init__(self, module: nn.Module, names: list[str], places: Places, values: list[Tensor]) -> None:
@@ -108,30 +108,30 @@ class _Bound:
         return self._module(*args, **kwargs)
 
 
-def _refuse_running_statistics(model: nn.Module) -> None:
+def _reject_running_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "track_running_stats", False) and getattr(module, "running_mean", None) is not None:
             raise NestfedError(
-                f"{name or 'The model'} ({type(module).__name__}) keeps running statistics, which are no parameters and "
-                "would be averaged by nobody: use GroupNorm or LayerNorm, or track_running_stats=False."
+                f"{name or 'The model'} ({type(module).__name__}) keeps running statistics, which are not parameters and "
+                "would not be averaged: use GroupNorm or LayerNorm, or track_running_stats=False."
             )
 
 
 def channels_last(leaf: Tensor) -> Tensor:
-    """Lay images (…, channels, height, width) out with the channels innermost, as convolutions on a processor like it."""
+    """Lay out images (…, channels, height, width) with channels last, which makes convolutions faster on a CPU."""
     if leaf.dim() < 4 or not leaf.is_floating_point():
         return leaf
     if leaf.shape[-3] > 1:
         return leaf.movedim(-3, -1).contiguous().movedim(-1, -3)
     strides = list(leaf.contiguous().stride())
-    strides[-3] = 1  # one channel: nothing has to move, but the strides tell the convolution what to do
+    strides[-3] = 1  # one channel: no data moves, but the strides select the convolution
     return leaf.contiguous().as_strided(leaf.shape, strides)
 
 
 class KeyedDropout(TorchFunctionMode):
     """Draw dropout masks from a key instead of a global generator.
 
-    A mask is a pure function of (key, position of the call, position of the element), so that it is the same
+    A mask is a pure function of (key, index of the call, index of the element). It is therefore the same
     vectorised or not, at both points of a variance-reduced step, and after a resume.
     """
 
@@ -143,7 +143,7 @@ class KeyedDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace `dropout`, pass everything else."""
+        """Replace `dropout` and pass everything else through."""
         kwargs = kwargs or {}
         if func is not nn.functional.dropout:
             return func(*args, **kwargs)

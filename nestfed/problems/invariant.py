@@ -21,7 +21,7 @@ from nestfed.problems.objective import Generated, Made, Setting
 class InvariantClients(Clients):
     """Clients that draw ξ = (a, b), a ~ N(0, σ1²I), b = sign(aᵀx*), and m inner samples η ~ N(a, σ2²I) each.
 
-    x* is common and random; every client has its own random stream.
+    x* is random and the same for all clients; every client has its own random stream.
     """
 
     clients: int = 16
@@ -47,7 +47,7 @@ class InvariantClients(Clients):
         return self.clients
 
     def seeded(self, seed: int) -> Self:
-        """Return these clients with this seed, unless they were given one of their own."""
+        """Return these clients with this seed, unless they already have one."""
         return self if self.seed is not None else replace(self, seed=seed)
 
     def sample(self, n: int, t: int) -> Data:
@@ -58,7 +58,7 @@ class InvariantClients(Clients):
     def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
         """Draw for several clients and iterations at once."""
         streams: Streams = self._streams  # type: ignore[attr-defined]
-        # Drawn where they are used: most of a round's time on such a small problem is spent on these numbers.
+        # Draw in place: these numbers take most of a round's time on such a small problem.
         drawn = np.empty((len(ts), len(ns), self.outer * (1 + self.inner), self.dim), dtype=np.float32)
         for at_t, t in zip(drawn, ts):
             for noise_of, n in zip(at_t, ns):
@@ -71,7 +71,7 @@ class InvariantClients(Clients):
         return [((a[i], b[i]), (eta[i],)) for i in range(len(ts))]
 
     def held_out(self, which: int, examples: int = 50_000) -> tuple[Tensor, Tensor]:
-        """Return outer samples (a, b) that no client draws; there are as many such sets as one likes."""
+        """Return held-out outer samples (a, b), which no client draws; each `which` gives another set."""
         generator = self._streams.at(Purpose.PROBLEM, 1, which)  # type: ignore[attr-defined]
         a = torch.from_numpy(generator.standard_normal((examples, self.dim), dtype=np.float32)).to(self.dtype)
         return a, torch.sign(a @ self.truth)  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ class InvariantLogistic(Conditional):
 
 
 def accuracy(x: Tensor, test: tuple[Tensor, Tensor]) -> float:
-    """Return the share of outer samples whose sign x tells."""
+    """Return the share of outer samples whose sign x predicts."""
     a, b = test
     return float((torch.sign(a @ x) == b).double().mean())
 
@@ -107,7 +107,7 @@ class InvariantOptions(Generated):
     outer: int = 4
     """Outer samples in a step."""
     inner: int = 16
-    """Inner samples of each."""
+    """Inner samples per outer sample."""
     clip: float = 0.0
     """The largest norm of a gradient; 0 = no clipping."""
 

@@ -1,4 +1,4 @@
-"""MAML as a nested problem: a model that one gradient step adapts to a new task (Finn et al. 2017)."""
+"""MAML as a nested problem: one gradient step adapts the model to a new task (Finn et al. 2017)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TaskLoss = Callable[[Model, Data], Tensor]
 
 @dataclass(frozen=True)
 class Adaptable:
-    """The model before it is adapted: a callable like the user's module, which can also be adapted to tasks."""
+    """The model before adaptation: a callable like the user's module that can also adapt to tasks."""
 
     problem: MAML
     x: Tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the model as it is."""
+        """Return the output of the model without adaptation."""
         return self.problem.flat.bind(self.x, train=False)(*args, **kwargs)
 
     def adapt(self, support: Data, steps: int = 1) -> Tensor:
@@ -39,24 +39,24 @@ class Adaptable:
 
 
 class MAML(Compositional):
-    """F(x) = E_i L_i(x − λ∇L_i(x; support_i); query_i), one definition for two families of methods.
+    """F(x) = E_i L_i(x − λ∇L_i(x; support_i); query_i), for conditional and compositional methods.
 
     As a conditional problem, ξ is a task i with its query and η its support; as a compositional one, the inner value
     of task i is g_i(x) = x − λ∇L_i(x; support), in R^d, and f_i(y) = L_i(y; query). Then
 
         ∇F = mean_i (I − λ∇²L_i(x; support)) ∇L_i(g_i(x); query),
 
-    where the Hessian is only ever applied to a vector: one pass back through the graph of ∇L_i. The query's own pass
-    is an ordinary one, so its graph is gone before the second-order one is walked. With `first_order=True` the Hessian
-    is left out, which is no longer the gradient of F.
+    where the Hessian is only applied to a vector: one backward pass through the graph of ∇L_i. The query has an
+    ordinary backward pass, so its graph is freed before the second-order pass. `first_order=True` leaves out the
+    Hessian; the result is then not the gradient of F.
 
     A batch is (outer, inner, which): outer = (x, y) of the queries, leading axes (k, query examples); inner = (x, y)
-    of the supports, (k, support examples); which = the k tasks' numbers among the client's own `tasks`, for the methods
-    that keep a state per task. Clients that make up new tasks all the time leave `which` and `tasks` out.
+    of the supports, (k, support examples); which = the k tasks' indices among the client's `tasks`, for methods that
+    keep a state per task. Clients that always draw new tasks omit `which` and `tasks`.
 
-    The k tasks are vectorised if the model is made of matrix products only (half the time of one after another). For
-    convolutions with weights of each task's own the time is the same either way (measured on a processor), so those
-    tasks take turns, so that only one query is in memory. Turns are pieces already: `accumulate` has nothing to cut.
+    Without convolutions, the k tasks are vectorised, which takes half the time of a loop. With convolutions, whose
+    weights differ by task, both take the same time (measured on a CPU), so tasks run in a loop that keeps only one
+    query in memory. A loop already works in pieces, so `accumulate` has nothing to split.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MAML(Compositional):
         if self._tasks is None:
             raise NestfedError(
                 "A method with one state per task (local-moml, local-scgdm-tasks) needs clients with a fixed set of "
-                "tasks, but these make up a new task each time: take local-scgdm."
+                "tasks, but these clients draw new tasks each time: use local-scgdm."
             )
         return self._tasks
 
@@ -105,21 +105,21 @@ class MAML(Compositional):
         return self._outer(self._inner(x, data[1], train=train), data[0], train=train)
 
     def examples(self, data: Data) -> int:
-        """Count query and support examples."""
+        """Return the number of query and support examples."""
         return leading(data[0], 2) + leading(data[1], 2)
 
     def which(self, batch: Batch | Data) -> Tensor:
-        """Return the numbers of the batch's tasks."""
+        """Return the indices of the batch's tasks."""
         return as_batch(batch).data[2]
 
     def bind(self, x: Tensor, *, train: bool = False) -> Adaptable:
         """Return the model at x, ready to be adapted."""
         return Adaptable(self, x)
 
-    # Losses and slopes of k tasks, at a vector for each, x of (k, d).
+    # Losses and gradients (slopes) of k tasks, each at its own vector, x of shape (k, d).
 
     def _task(self, sample: Batch, train: bool) -> Callable[[Tensor, Data], Tensor]:
-        """Return L as a function of a task's vector and examples; in training with dropout, by the batch's key."""
+        """Return L as a function of a task's vector and examples, with dropout from the batch's key in training."""
 
         def value(x: Tensor, examples: Data) -> Tensor:
             with _around(sample):
@@ -139,11 +139,10 @@ class MAML(Compositional):
         return torch.stack([task(p, e) for p, e in _each(x, examples)])
 
     def _slopes(self, sample: Batch, x: Tensor, examples: Data, train: bool = True) -> Tensor:
-        """Return ∇L_i(x_i), (k, d), under a function transform or none.
+        """Return ∇L_i(x_i), (k, d), inside or outside a function transform.
 
-        Each loss depends on its own row of x only, so the gradient of their sum holds every task's slope. The other
-        order, a vmap around a gradient, gives wrong second derivatives for convolutions with shared weights
-        (torch 2.13; a test compares).
+        Each loss depends only on its own row of x, so the gradient of their sum holds every task's slope. A vmap
+        around a gradient gives wrong second derivatives for convolutions with shared weights (torch 2.13; tested).
         """
         return torch.func.grad(lambda y: self._losses(sample, y, examples, train).sum())(x)
 
@@ -161,7 +160,7 @@ class MAML(Compositional):
                 slopes.append(torch.autograd.grad(losses_[-1], p, create_graph=graph)[0])
             return torch.stack(losses_), torch.stack(slopes)
 
-    # What the methods ask.
+    # For the methods.
 
     def inner(self, x: Tensor, batch: Batch | Data) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return g_i(x), (k, d), and the pullback v ↦ mean_i (I − λ∇²L_i(x))v_i."""
@@ -202,10 +201,10 @@ class MAML(Compositional):
         value, pullback = self.inner(x, batch)
         return pullback(self.outer_grad(value, batch))
 
-    # What people do with the outcome.
+    # For users of the trained model.
 
     def adapt(self, x: Tensor, support: Data, steps: int = 1) -> Tensor:
-        """Take `steps` inner steps on every task's support, from x or from a row of x each; return (k, d)."""
+        """Take `steps` inner steps on every task's support, from x or from its row of x; return (k, d)."""
         sample = Batch(support, eager=True)
         u = x.detach().expand(leading(support), -1)
         for _ in range(steps):
@@ -231,6 +230,6 @@ def _each(x: Tensor, examples: Data) -> list[tuple[Tensor, Data]]:
 
 
 def squared_error(model: Model, examples: Data) -> Tensor:
-    """Return a task's loss."""
+    """Return the mean squared error of a task."""
     x, y = examples
     return ((model(x) - y) ** 2).mean()

@@ -1,4 +1,4 @@
-"""An objective by name: its options, and how problem and clients are made from them.
+"""Named objectives: their options, and how they build problem and clients.
 
 The `[problem]` table of an experiment file is one of these dataclasses, chosen by `name` from `core.OBJECTIVES`.
 """
@@ -18,18 +18,18 @@ from nestfed.core import Metric, at_least
 from nestfed.data.clients import Size
 
 Evaluate = Callable[[Any], dict[str, float]]
-"""From a model to its metrics."""
+"""Computes the metrics of a model."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The options of an objective: a frozen dataclass that validates itself. This base stands for none."""
+    """The options of an objective: a frozen dataclass that validates itself. The base class stands for no objective."""
 
     name: ClassVar[str] = ""
     cites: ClassVar[tuple[str, ...]] = ()
     """The BibTeX entries to cite."""
     aliases: ClassVar[tuple[str, ...]] = ()
-    """Other names that `nestfed cite` knows it by."""
+    """Other names that `nestfed cite` accepts."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Labelled(Objective, ABC):
     log_odds: ClassVar[bool] = False
     """A single score is the log-odds of the positive class, so accuracy and log-loss are defined for it."""
     initial_batch: int = 0
-    """The batch size (of `outer`, for auprc) wherever the method starts its estimate anew; 0 = as always."""
+    """The batch size (of `outer`, for auprc) wherever the method restarts its estimate; 0 = the usual size."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "initial_batch")
 
     @abstractmethod
     def metric(self, classes: int) -> str:
-        """Return the metric that decides by default."""
+        """Return the name of the default metric."""
 
     @abstractmethod
     def build(
@@ -65,24 +65,24 @@ class Labelled(Objective, ABC):
 
         - `arrays`: all examples, (x, y); `parts`: the rows of each client.
         - `p`: the mean over clients of their share of positives; None = computed from `parts`.
-        - `restarts`: whether the method starts its estimate anew at iteration t.
+        - `restarts`: whether the method restarts its estimate at iteration t.
         - `held`: further options of the clients (`seed`, `names`, `transform`).
         """
 
     def size(self, usual: int, restarts: Callable[[int], bool]) -> Size:
-        """Return the batch size, with the larger `initial_batch` where the method starts its estimate anew."""
+        """Return the batch size, with the larger `initial_batch` where the method restarts its estimate."""
         large = self.initial_batch
         return (lambda t: large if restarts(t) else usual) if large else usual
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the other tables of an experiment say, for an objective that brings its own examples."""
+    """Settings from the other tables of an experiment, for an objective that brings its own examples."""
 
     clients: int
     seed: int
     network: Callable[[tuple[int, ...] | None, int], nn.Module]
-    """From the shape of one input and the number of outputs to the model of [model]."""
+    """Builds the model of [model] from the shape of one input and the number of outputs."""
     dataset: str = ""
     folder: Path | str | None = None
     """Where the dataset is; None = NESTFED_DATA or the cache."""
@@ -92,12 +92,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Made:
-    """A problem with its clients, and how a model is evaluated."""
+    """A problem with its clients and its evaluation."""
 
     problem: Any
     clients: Any
     metric: str | Metric
-    """The metric that decides by default."""
+    """The default metric."""
     test: Evaluate
     validation: Evaluate | None = None
 

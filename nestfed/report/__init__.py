@@ -1,1 +1,1 @@
-"""What people look at: metrics, tables, plots."""
+"""Tables, plots and HTML reports of runs."""

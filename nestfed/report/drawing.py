@@ -1,4 +1,4 @@
-"""The way to matplotlib, which is an extra (`nestfed[plot]`)."""
+"""Access to matplotlib, an optional dependency (`nestfed[plot]`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nestfed.core import NestfedError
 
 
 def drawable() -> bool:
-    """Tell whether pictures can be drawn here."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot, which needs no screen here."""
+    """Return matplotlib's pyplot with a backend that needs no screen."""
     if not drawable():
-        raise NestfedError("Pictures need matplotlib: pip install 'nestfed[plot]'.")
+        raise NestfedError("Plots need matplotlib: pip install 'nestfed[plot]'.")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,7 +28,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure as one that is whole or not there, and forget it."""
+    """Write a figure atomically and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
     figure.savefig(temporary, dpi=130)

@@ -1,4 +1,4 @@
-"""TensorBoard event files, made from a run's record, which stays the source of truth."""
+"""TensorBoard event files, written from a run's record."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _COSTS = ("examples", "bytes_up", "bytes_down", "seconds")
 
 
 def require() -> None:
-    """Refuse to go on where events cannot be written."""
+    """Raise an error if TensorBoard is not installed."""
     if find_spec("tensorboard") is None:
         raise NestfedError("TensorBoard event files need the package tensorboard: pip install 'nestfed[tensorboard]'.")
 
 
 def write_events(record_path: Path, folder: Path) -> int:
-    """Append those rounds of a record that the folder's event file lacks; return how many that were.
+    """Append the rounds of a record that the folder's event file lacks; return their number.
 
-    A resumed run repeats rounds bit for bit, so a round that is there is right; a last event cut short is replaced.
+    A resumed run repeats rounds bit for bit, so existing rounds are right. A last event that was cut short is replaced.
     """
     require()
     from tensorboard.compat.proto.event_pb2 import Event
@@ -43,7 +43,7 @@ def write_events(record_path: Path, folder: Path) -> int:
     events = [Event.FromString(content) for _, content in found]
     held = max((event.step for event in events if event.HasField("summary")), default=-1)
     new = [record for record in history if record["round"] > held]
-    # The record tells how long a round took, not when it was: reckon back from when it was last written.
+    # The record has durations, not times of day: count back from its last change.
     start = record_path.stat().st_mtime - history[-1]["seconds"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,13 +63,13 @@ def write_events(record_path: Path, folder: Path) -> int:
 
 @contextmanager
 def following(record_path: Path, folder: Path, seconds: float = 5.0) -> Iterator[None]:
-    """Write events of a record while it grows, every few seconds and at the end, however the run ends."""
-    write_events(record_path, folder)  # what is wrong is told before the work starts
+    """Write events of a record while it grows, every few seconds and at the end, even if the run fails."""
+    write_events(record_path, folder)  # raise errors before the work starts
     ended = threading.Event()
 
     def follow() -> None:
         while not ended.wait(seconds):
-            with suppress(NestfedError):  # a full disk, say: the last call below tells
+            with suppress(NestfedError):  # for example a full disk: the last call below reports it
                 write_events(record_path, folder)
 
     thread = threading.Thread(target=follow, daemon=True)
@@ -83,7 +83,7 @@ def following(record_path: Path, folder: Path, seconds: float = 5.0) -> Iterator
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """Yield a record's numbers under the names by which TensorBoard groups them: test/ap, validation/ap, cost/…."""
+    """Yield a record's numbers with the names that TensorBoard groups by: test/ap, validation/ap, cost/…."""
     for key, value in record.items():
         if value is None or key in ("round", "iteration"):
             continue
@@ -98,7 +98,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def _whole(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the events of a file as bytes, each with the place where it ends, up to the first that is not whole."""
+    """Yield the events of a file as (end, bytes), up to the first incomplete one."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     place = 0

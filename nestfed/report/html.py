@@ -1,7 +1,7 @@
-"""A page of a report, written as one HTML file that needs no network.
+"""Write a report as one HTML file that needs no network.
 
-Every chart is in it twice: as an SVG that shows without JavaScript and on paper, and as numbers that a short script
-draws with uPlot.
+The file contains every chart twice: as an SVG for paper and for browsers without JavaScript, and as numbers that a short
+script draws with uPlot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nestfed.report.page import AXES, Cell, Claim, Curves, Figure, Image, Page, 
 from nestfed.report.svg import Drawn, View, draw, view
 
 POINTS = 400
-"""More points than this in one curve are thinned; a screen does not show more."""
+"""Thin curves with more points than this; a screen does not show more."""
 
 
 def write(page: Page, path: Path) -> Path:
@@ -33,7 +33,7 @@ def write(page: Page, path: Path) -> Path:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML. All text is escaped; the policy in its head forbids any other script and any request."""
+    """Return the page as HTML. All text is escaped; the content policy forbids other scripts and all requests."""
     charts: list[dict[str, Any]] = []
     body = [
         _section("claims", "Claims", [_claims(page.claims)] if page.claims else []),
@@ -47,7 +47,7 @@ def render(page: Page) -> str:
     script = f"/*\n{_asset('uplot-LICENSE.txt')}*/\n{_asset('uplot.js')}\n{_asset('report.js')}"
     policy = f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(script)}"
     data = json.dumps(_finite(charts), allow_nan=False, separators=(",", ":"))
-    for sign in "<>&":  # so that no text can end the element that holds it
+    for sign in "<>&":  # no text can end the element that contains it
         data = data.replace(sign, f"\\u{ord(sign):04x}")
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -134,7 +134,7 @@ def _curves(block: Curves, name: str, charts: list[dict[str, Any]]) -> str:
     found = [series for curve in block.curves for series in curve.series]
     if not found:
         return ""
-    # A cost that nobody had, such as the bytes of clients that train alone, is no axis.
+    # Omit costs that are always 0, such as the bytes of clients that train alone.
     axes = [a for a in AXES if all(a in s.at for s in found) and any(max(s.at[a], default=0) for s in found)]
     if not axes:
         raise NestfedError(f"Curves {block.title!r}: the series have no axis in common.")
@@ -260,7 +260,7 @@ def _settings(settings: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return data with numbers that JSON does not know as null, and with six digits, which is more than a pixel."""
+    """Return data with six digits, finer than a pixel, and null for infinite numbers and NaN."""
     if hasattr(value, "tolist"):  # numpy
         value = value.tolist()
     if isinstance(value, float):

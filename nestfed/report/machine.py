@@ -1,4 +1,4 @@
-"""What a run was made with: versions and machine, for its directory."""
+"""The versions and the machine of a run, for its directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def describe() -> dict[str, str]:
-    """Return versions and machine as text; no name of the machine or of its user."""
+    """Return versions and hardware as text, without the names of the machine and its user."""
     return {"versions": ", ".join([f"Python {platform.python_version()}", *_versions()]), "machine": _machine()}
 
 
@@ -18,7 +18,7 @@ def _versions() -> list[str]:
     for name in ("nestfed", "torch", "numpy"):
         try:
             found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:  # a copy of the sources that was not installed
+        except PackageNotFoundError:  # source code that is not installed
             continue
     return found
 

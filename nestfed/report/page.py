@@ -1,4 +1,4 @@
-"""The data of a report, as plain dataclasses; `nestfed.report.html` writes it, `nestfed.report.summary` makes it."""
+"""The content of a report as dataclasses; `nestfed.report.summary` builds it, `nestfed.report.html` writes it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Literal, get_args
 from nestfed.core import NestfedError
 
 AXES = {"round": "rounds", "examples": "examples", "bytes": "bytes sent", "seconds": "seconds"}
-"""What a curve may be drawn against."""
+"""The possible x axes of a curve."""
 
 Cell = str | int | float | None
 Verdict = Literal["confirmed", "not confirmed", "not confirmed (within the spread)", "not testable here"]
 Style = Literal["line", "dashed", "points"]
-"""A dashed line is drawn in grey: something to compare with, such as chance or the truth."""
+"""Dashed lines are grey references, such as chance or the true function."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns; the first column names the row, and `best` are the rows that stand out."""
+    """A table; the first column names the row, and `best` are the rows to highlight."""
 
     title: str
     columns: Sequence[str]
@@ -31,17 +31,17 @@ class Table:
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise NestfedError(
-                    f"Table {self.title!r}: a row of {len(row)} cells under {len(self.columns)} columns."
+                    f"Table {self.title!r}: a row has {len(row)} cells, but there are {len(self.columns)} columns."
                 )
 
 
 @dataclass(frozen=True)
 class Series:
-    """One method's curve: the mean over seeds, its deviation, and the seeds, at the same places."""
+    """One method's curve: the mean over seeds, the standard deviation, and each seed, at the same points."""
 
     name: str
     at: Mapping[str, Sequence[float]]
-    """For every axis (round, examples, bytes, seconds) where the values were taken."""
+    """For each axis (round, examples, bytes, seconds), the x of every value."""
     mean: Sequence[float | None]
     sd: Sequence[float | None] = ()
     seeds: Sequence[Sequence[float | None]] = ()
@@ -49,7 +49,7 @@ class Series:
     def __post_init__(self) -> None:
         lengths = {len(values) for values in (*self.at.values(), self.mean, self.sd or self.mean, *self.seeds)}
         if len(lengths) != 1 or not self.at:
-            raise NestfedError(f"Series {self.name!r}: places, means, deviations and seeds must be equally many.")
+            raise NestfedError(f"Series {self.name!r}: axes, means, deviations and seeds must have the same length.")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves that share a legend and an axis: the first is drawn large, the others small."""
+    """Curves with a common legend and axis: the first is drawn large, the others small."""
 
     title: str
     curves: Sequence[Curve]
@@ -71,7 +71,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Line:
-    """Points (x, y) of a figure; the x of a line must not decrease."""
+    """Points (x, y) of a figure; x must not decrease."""
 
     name: str
     x: Sequence[float]
@@ -80,14 +80,14 @@ class Line:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            raise NestfedError(f"Line {self.name!r} has {len(self.x)} x and {len(self.y)} y.")
+            raise NestfedError(f"Line {self.name!r} has {len(self.x)} x but {len(self.y)} y values.")
         if any(not a <= b for a, b in zip(self.x, self.x[1:])):
             raise NestfedError(f"Line {self.name!r}: x must not decrease; sort the points.")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Lines and points with axes of their own: an ROC curve, a fitted function."""
+    """Lines and points with their own axes, such as an ROC curve or a fitted function."""
 
     title: str
     x: str
@@ -100,7 +100,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Image:
-    """A picture; `alt` says in words what it shows."""
+    """A picture; `alt` describes it in words."""
 
     title: str
     png: bytes
@@ -110,7 +110,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published claim, what became of it, and the figures behind the verdict."""
+    """A published claim, our verdict, and the evidence."""
 
     sentence: str
     verdict: Verdict
@@ -118,12 +118,12 @@ class Claim:
 
     def __post_init__(self) -> None:
         if self.verdict not in get_args(Verdict):
-            raise NestfedError(f"A verdict is one of {', '.join(get_args(Verdict))}, not {self.verdict!r}.")
+            raise NestfedError(f"verdict must be one of {', '.join(get_args(Verdict))}, not {self.verdict!r}.")
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a report shows, from top to bottom."""
+    """A report, from top to bottom."""
 
     title: str
     summary: str = ""
@@ -139,7 +139,7 @@ class Page:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes with a unit, such as 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Curves of a run or of a comparison, as one picture."""
+"""Plots of runs and comparisons with matplotlib."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Runs = Mapping[str, Sequence[Sequence[Record]]]
 
 
 def curves(runs: Runs, metric: str, path: Path, title: str = "") -> Path:
-    """Draw a metric against rounds, examples and bytes: the mean over seeds, and a band of one deviation."""
+    """Plot a metric against rounds, examples and bytes: the mean over seeds, and a band of one standard deviation."""
     plt = pyplot()
     shown = _shown(runs, metric)
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.9), sharey=True, layout="constrained")
@@ -40,7 +40,7 @@ def curves(runs: Runs, metric: str, path: Path, title: str = "") -> Path:
 
 
 def overview(cases: Mapping[str, Runs], metrics: Sequence[str], path: Path) -> Path:
-    """Draw metrics against rounds, a panel for each case, in as many rows as look well."""
+    """Plot metrics against rounds, one panel per case, at most three in a row."""
     plt = pyplot()
     drawn = [(metric, case, _shown(runs, metric)) for metric in metrics for case, runs in cases.items()]
     across = min(len(cases), 3)
@@ -61,10 +61,10 @@ def overview(cases: Mapping[str, Runs], metrics: Sequence[str], path: Path) -> P
 
 
 def clients(summary: Summary, path: str | Path) -> Path:
-    """Draw one bar per client, coloured by class and as long as its number of examples; return the path."""
+    """Plot one bar per client: its length is the number of examples, its colours are the classes."""
     plt = pyplot()
     clients, classes = summary.counts.shape
-    row = min(0.3, 9.0 / clients)  # inches per client: the picture never gets taller than a page
+    row = min(0.3, 9.0 / clients)  # inches per client, so that the plot fits on a page
     shown = range(classes) if classes <= 20 else range(0, classes, -(-classes // 10))
     height = max(row * clients + 0.8, 0.18 * len(shown) + 0.6, 2.0)  # room for the bars and for the legend
     figure, axes = plt.subplots(figsize=(7.5, height), layout="constrained")
@@ -123,7 +123,7 @@ def _draw(panel: Any, shown: Mapping[str, Series | None], axis: str) -> None:
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
     panel.ticklabel_format(axis="x", style="sci", scilimits=(0, 4), useMathText=True)
-    # The start is far below; the upper part is where methods differ.
+    # Early values are far below the rest, where methods differ: cut them off.
     if seeds and max(values.max() for values in seeds) <= 1 and min(values.min() for values in seeds) >= 0:
         late = [values[max(1, len(values) // 4) :] for values in seeds]
         low = min((values.min() for values in late if len(values)), default=min(values.min() for values in seeds))

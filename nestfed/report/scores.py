@@ -1,4 +1,4 @@
-"""The ROC and the precision-recall curve of a model's scores, small enough to keep beside a run's record."""
+"""The ROC and precision-recall curves of a model's scores, simplified to a small file."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy.typing as npt
 from nestfed.metrics import Floats, ScoreHistogram
 
 TOLERANCE = 5e-4
-"""How far a kept curve may be from the whole one: less than a pixel."""
+"""The largest distance between the simplified and the full curve: less than a pixel."""
 
 
 def curves_of(scores: npt.ArrayLike, labels: npt.ArrayLike) -> dict[str, Any] | None:
-    """Return both curves as plain data for a file roc.json; None where a class is missing or a score is NaN."""
+    """Return both curves as plain data for roc.json; None if a class is missing or a score is NaN."""
     s, positive = np.asarray(scores, dtype=np.float64), np.asarray(labels) > 0
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives or np.isnan(s).any():
         return None
-    ranks = np.unique(s, return_inverse=True)[1]  # a bin for every score: then the histogram is exact
+    ranks = np.unique(s, return_inverse=True)[1]  # one bin per score makes the histogram exact
     bins = int(ranks.max()) + 1
     counts = [np.bincount(ranks[of], minlength=bins) for of in (positive, ~positive)]
     counted = ScoreHistogram(counts[0], counts[1])
@@ -32,7 +32,7 @@ def curves_of(scores: npt.ArrayLike, labels: npt.ArrayLike) -> dict[str, Any] | 
 
 
 def simplify(x: Floats, y: Floats, tolerance: float = TOLERANCE) -> npt.NDArray[np.int64]:
-    """Return which points to keep so that every other is within the tolerance of the line (Douglas and Peucker)."""
+    """Return the points to keep so that all others are within the tolerance of the line (Douglas and Peucker)."""
     keep, spans = {0, len(x) - 1}, [(0, len(x) - 1)]
     while spans:
         first, last = spans.pop()

@@ -1,4 +1,4 @@
-"""From the directories of runs to the page of a report. All of it is read from records; nothing is run."""
+"""Build a report from the directories of runs. It only reads records and runs nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINING = ("loss", "drift")
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What a comparison found for one method."""
+    """The result of one method in a comparison."""
 
     method: str
     chosen: Mapping[str, Any]
@@ -31,19 +31,19 @@ class MethodResult:
     histories: Sequence[Sequence[Record]]
     """One per seed."""
     diverged: Sequence[str] = ()
-    """What was said of the seeds that diverged; they count with the last model that was evaluated before."""
+    """The errors of the seeds that diverged; their last evaluated model counts."""
 
     def final(self, metric: str) -> list[float]:
         """Return the metric's last value for every seed."""
         return [last(h, metric) for h in self.histories]
 
-    def fate(self) -> str:
-        """Return a sentence on the seeds that diverged; nothing if none did."""
+    def divergence(self) -> str:
+        """Return a sentence about the seeds that diverged, or nothing."""
         if not self.diverged:
             return ""
         return (
-            f"{self.method} diverged with {len(self.diverged)} of {len(self.histories)} seeds, which count with the last "
-            f"model that was evaluated before: {self.diverged[0]}"
+            f"{self.method} diverged with {len(self.diverged)} of {len(self.histories)} seeds; their last evaluated model "
+            f"counts. {self.diverged[0]}"
         )
 
 
@@ -52,15 +52,15 @@ def last(history: Sequence[Record], metric: str) -> float:
     values = [r[metric] for r in history if r.get(metric) is not None]
     if not values:
         known = sorted(set().union(*history) - {"round", "iteration"}) if history else []
-        raise NestfedError(f"The records hold no {metric!r}; they hold {', '.join(known)}.")
+        raise NestfedError(f"The records have no {metric!r}; they have {', '.join(known)}.")
     return float(values[-1])
 
 
 def page_of_run(directory: Path, title: str = "") -> Page:
-    """Return the page of one run, finished or not."""
+    """Return the report of one run, finished or not."""
     settings, history = _settings(directory), read(directory / "record.jsonl")
     if not history:
-        raise NestfedError(f"{directory} holds no rounds yet; run it first.")
+        raise NestfedError(f"{directory} contains no rounds yet; run it first.")
     method, metrics, end = settings["algorithm"]["name"], _metrics([history], settings), history[-1]
     kinds = {"test": "", "validation": "val_"}
     curves = []
@@ -70,7 +70,7 @@ def page_of_run(directory: Path, title: str = "") -> Page:
     training = [(name, series_of("training", [history], name)) for name in TRAINING]
     curves += [Curve(name, [series]) for name, series in training if series is not None]
     finals = [[metric, *(_number(_last(history, prefix + metric)) for prefix in kinds.values())] for metric in metrics]
-    done = "" if (directory / "finished.json").exists() else f", unfinished: {settings['run']['rounds']} were asked for"
+    done = "" if (directory / "finished.json").exists() else f", unfinished ({settings['run']['rounds']} planned)"
     summary = (
         f"{end['round']} rounds{done}; {end['examples']:,} examples, {size(_sent(end))} sent, {end['seconds']:.3g} s."
     )
@@ -96,9 +96,10 @@ def page_of_comparison(
     targets: Sequence[float] = (),
     claims: Sequence[Claim] = (),
 ) -> Page:
-    """Return the page of what `nestfed.experiment.run.compare` left in a directory.
+    """Return the report of a comparison (`nestfed.experiment.compare`) from its directory.
 
-    `published` are values by method; `targets` are those whose cost is told, by default the worst method's final one.
+    - `published`: published values by method.
+    - `targets`: report the cost of reaching these values; by default the final value of the worst method.
     """
     metric = find(metric)
     first: dict[str, Path] = {}
@@ -106,7 +107,7 @@ def page_of_comparison(
     for outcome in outcomes:
         places = sorted((directory / outcome.method).glob("seed-*"), key=lambda p: int(p.name.partition("-")[2]))
         if not places:
-            raise NestfedError(f"{directory} holds no runs of {outcome.method}.")
+            raise NestfedError(f"{directory} contains no runs of {outcome.method}.")
         first[outcome.method] = places[0]
         seeds = sorted({*seeds, *(_settings(p)["run"]["seed"] for p in places[: len(outcome.histories)])})
     runs = {o.method: o.histories for o in outcomes}
@@ -124,7 +125,7 @@ def page_of_comparison(
     summary = (
         f"{metric.direction} mean {metric.name}: {best}, {spread(finals[best])} over {_count(len(seeds), 'seed')}."
     )
-    summary = " ".join([summary, *(o.fate() for o in outcomes if o.diverged)])
+    summary = " ".join([summary, *(o.divergence() for o in outcomes if o.diverged)])
     everything = [h for histories in runs.values() for h in histories]
     others = [m for m in _metrics(everything, next(iter(settings.values()))) if m != metric.name]
     names = [metric.name, *others, *TRAINING]
@@ -141,11 +142,11 @@ def page_of_comparison(
     )
 
 
-# ----------------------------------------------------------------------------------- pieces, for other pages too
+# ------------------------------------------------------------------------------ parts that other reports use too
 
 
 def series_of(name: str, histories: Sequence[History], metric: str) -> Series | None:
-    """Return a metric's curve: means over seeds at the rounds that all of them evaluated; None if there is none."""
+    """Return a metric's curve: the mean over seeds at the rounds that all seeds evaluated; None without such rounds."""
     rows = [{r["round"]: r for r in history if r.get(metric) is not None} for history in histories]
     shared = sorted(set.intersection(*(set(by_round) for by_round in rows))) if rows else []
     if not shared:
@@ -171,9 +172,9 @@ def curves_of_runs(runs: Mapping[str, Sequence[History]], metrics: Sequence[str]
         if any(found):
             curves.append(Curve(metric, [s for s in found if s is not None]))
     several = any(len(histories) > 1 for histories in runs.values())
-    note = "Lines are means over seeds, bands one standard deviation to either side. " if several else ""
+    note = "Lines are means over seeds; bands are ± one standard deviation. " if several else ""
     if any(c.metric == "loss" for c in curves):
-        note += "The loss is each method's own objective, so it is not comparable between objectives."
+        note += "The loss is each method's own objective; do not compare it between objectives."
     return Curves(title, curves, note.strip())
 
 
@@ -184,7 +185,7 @@ def final_table(
     more: Mapping[str, Mapping[str, Cell]] | None = None,
     title: str = "",
 ) -> Table:
-    """Return final values and total costs per method, the published value and the difference beside; `more` columns."""
+    """Return final values and total costs per method, next to published values; `more` adds columns."""
     metric, published, more = find(metric), published or {}, more or {}
     columns = ["method", metric.name, *(["published", "difference"] if published else [])]
     columns += ["rounds", "examples", "sent", "seconds", *more]
@@ -212,7 +213,7 @@ def final_table(
 
 
 def target_table(runs: Mapping[str, Sequence[History]], metric: str | Metric, target: float, title: str = "") -> Table:
-    """Return what each method needed to reach a value: rounds, examples, bytes, seconds, and how many seeds did."""
+    """Return the cost of reaching a value per method: rounds, examples, bytes, seconds, and how many seeds reached it."""
     metric = find(metric)
     rows: list[list[Cell]] = []
     for method, histories in runs.items():
@@ -226,24 +227,26 @@ def target_table(runs: Mapping[str, Sequence[History]], metric: str | Metric, ta
                 spread([h["seconds"] for h in hits], _seconds),
             ]
         rows.append([*row, f"{len(hits)} of {len(histories)}"])
-    note = "Up to each seed's first evaluation that reached it. Seeds says how many did; means are over those."
+    note = (
+        "Costs up to the first evaluation that reaches the value, averaged over the seeds that reach it (last column)."
+    )
     columns = ["method", "rounds", "examples", "sent", "seconds", "seeds"]
-    return Table(title or f"Needed to reach {metric.name} {_number(target)}", columns, rows, note)
+    return Table(title or f"Cost of reaching {metric.name} {_number(target)}", columns, rows, note)
 
 
 def reached(history: History, metric: str | Metric, target: float) -> Record | None:
-    """Return the first record after the start whose metric is at least as good as the target."""
+    """Return the first record after round 0 whose metric is at least as good as the target."""
     metric = find(metric)
     return next((r for r in history if r["round"] and metric.reached(r.get(metric.name), target)), None)
 
 
 def spread(values: Sequence[float], form: Callable[[float], str] = lambda v: f"{v:.4f}") -> str:
-    """Return mean ± sample deviation as text; a deviation of nothing is not told."""
+    """Return mean ± sample standard deviation as text; a deviation of 0 is omitted."""
     mean = form(fmean(values))
     return mean if len(values) < 2 or len(set(values)) == 1 else f"{mean} ± {form(stdev(values))}"
 
 
-# ---------------------------------------------------------------------------------------------- what was run
+# ----------------------------------------------------------------------------------------------- settings
 
 
 def _settings(directory: Path) -> dict[str, Any]:
@@ -251,7 +254,7 @@ def _settings(directory: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((directory / "experiment.json").read_text(encoding="utf-8"))
         return found
     except FileNotFoundError:
-        raise NestfedError(f"{directory} holds no run: it has no experiment.json.") from None
+        raise NestfedError(f"{directory} contains no run: experiment.json is missing.") from None
     except ValueError as error:
         raise NestfedError(f"{directory / 'experiment.json'} cannot be read: {error}.") from error
 
@@ -259,7 +262,7 @@ def _settings(directory: Path) -> dict[str, Any]:
 def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: Sequence[Path]) -> dict[str, str]:
     tables = list(runs.values())
     facts = {
-        "Data": _one(t["data"]["name"] or t["data"].get("file") or "made by the problem itself" for t in tables),
+        "Data": _one(t["data"]["name"] or t["data"].get("file") or "generated by the problem" for t in tables),
         "Clients": _one(f"{t['partition']['clients']}, split {t['partition']['kind']}" for t in tables),
         "Model": _one(t["model"]["name"] for t in tables),
         "Problem": _one(t["problem"]["name"] for t in tables),
@@ -269,9 +272,9 @@ def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: 
         "Training": _one(f"{t['run']['rounds']} rounds of {t['run']['q']} local steps" for t in tables),
         "Seeds": ", ".join(map(str, seeds)),
     }
-    told = [json.loads(p.read_text(encoding="utf-8")) for place in places if (p := place / "machine.json").exists()]
-    facts["Versions"] = _one(t["versions"] for t in told) or "not recorded"
-    facts["Machine"] = _one(t["machine"] for t in told) or "not recorded"
+    machines = [json.loads(p.read_text(encoding="utf-8")) for place in places if (p := place / "machine.json").exists()]
+    facts["Versions"] = _one(t["versions"] for t in machines) or "not recorded"
+    facts["Machine"] = _one(t["machine"] for t in machines) or "not recorded"
     return facts
 
 
@@ -284,12 +287,12 @@ def _name_first(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _one(texts: Any) -> str:
-    """Return the texts that differ, once each."""
+    """Return the distinct texts, joined."""
     return "; ".join(dict.fromkeys(t for t in texts if t))
 
 
 def _differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return settings by table: first what all methods share, then what is a method's own."""
+    """Return settings by table: first those that all methods share, then those of each method."""
     shown: dict[str, dict[str, Any]] = {}
     for section in next(iter(runs.values())):
         tables = {method: settings[section] for method, settings in runs.items()}
@@ -307,15 +310,17 @@ def _differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
 
 
 def _metrics(histories: Sequence[History], settings: Mapping[str, Any]) -> list[str]:
-    """Return the test metrics of records, the one that decides first."""
+    """Return the test metrics of records, starting with evaluation.metric."""
     keys = dict.fromkeys(k for history in histories for record in history for k, v in record.items() if v is not None)
     found = [k for k in keys if k not in COSTS and not k.startswith("val_")]
-    found = [k for k in found if k.removesuffix("_error") not in found or not k.endswith("_error")]  # certainties
+    found = [
+        k for k in found if k.removesuffix("_error") not in found or not k.endswith("_error")
+    ]  # error bounds are not metrics
     return sorted(found, key=lambda k: k != settings["evaluation"]["metric"])
 
 
 def _score_figures(places: Mapping[str, Path]) -> list[Figure]:
-    """Return ROC and precision-recall curves of runs that kept them."""
+    """Return the ROC and precision-recall curves of runs that have them."""
     kept = {
         name: json.loads((place / "roc.json").read_text(encoding="utf-8"))
         for name, place in places.items()
@@ -324,7 +329,7 @@ def _score_figures(places: Mapping[str, Path]) -> list[Figure]:
     if not kept:
         return []
     share = fmean(k["positives"] / (k["positives"] + k["negatives"]) for k in kept.values())
-    note = f"Of the final model on test data{', first seed' if len(places) > 1 else ''}."
+    note = f"Final model on test data{', first seed' if len(places) > 1 else ''}."
     figures = []
     for title, curve, area, x, y, chance in (
         ("ROC curve", "roc", "auroc", "false positive rate", "true positive rate", (0.0, 1.0)),
@@ -336,10 +341,10 @@ def _score_figures(places: Mapping[str, Path]) -> list[Figure]:
 
 
 def _pictures(places: Any) -> list[Image]:
-    """Return the picture of who holds what, which is the same for all methods of a comparison."""
+    """Return the plot of the clients' examples, which is the same for all methods of a comparison."""
     path = next((p for place in places if (p := place / "clients.png").exists()), None)
-    alt = "One bar per client, as long as its number of examples and coloured by class."
-    return [Image("Who holds what", path.read_bytes(), alt)] if path else []
+    alt = "One bar per client; its length is the number of examples, its colours are the classes."
+    return [Image("Examples by client", path.read_bytes(), alt)] if path else []
 
 
 # ------------------------------------------------------------------------------------------------- numbers
@@ -348,7 +353,7 @@ def _pictures(places: Any) -> list[Image]:
 def _finals(histories: Sequence[History], metric: str) -> list[float]:
     values = [_last(history, metric) for history in histories]
     if not values or None in values:
-        raise NestfedError(f"The records hold no {metric!r}.")
+        raise NestfedError(f"The records have no {metric!r}.")
     return [v for v in values if v is not None]
 
 

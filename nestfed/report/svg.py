@@ -1,4 +1,4 @@
-"""Charts as SVG text: what a report shows on paper and without JavaScript."""
+"""Charts as SVG text, shown on paper and without JavaScript."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Drawn:
-    """One series of a chart; `slot` is its place in the legend, which decides its colour."""
+    """One series of a chart; `slot` is its position in the legend and sets its colour."""
 
     slot: int
     x: Sequence[float]
@@ -33,9 +33,9 @@ class View:
 def view(series: Sequence[Drawn]) -> View:
     """Choose what a y axis shows.
 
-    The start is often far away, and what tells methods apart is the rest: the first quarter of each series is left out
-    of what is shown if that leaves out more than a third of the height. Positive values over two decades get a
-    logarithmic axis.
+    Early values are often far from the rest and hide the differences between methods. If leaving out the first quarter
+    of each series saves more than a third of the height, it is left out. Positive values over more than two decades get
+    a logarithmic axis.
     """
     values, whole, late = [], [], []
     for s in series:
@@ -44,7 +44,7 @@ def view(series: Sequence[Drawn]) -> View:
                 around = (s.spread[i] or 0.0) if s.spread else 0.0
                 values.append(v)
                 whole += [v - around, v + around]
-                if i > len(s.y) // 4 or len(s.y) < 8:  # of a few points none is left out
+                if i > len(s.y) // 4 or len(s.y) < 8:  # keep all of a few points
                     late += [v - around, v + around]
     if values and min(values) > 0 and max(values) / min(values) > 100:
         room = (min(values) / 1.3, max(values) * 1.3)
@@ -64,7 +64,7 @@ def _padded(values: Sequence[float]) -> Range:
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Return round numbers between low and high, about as many as asked for."""
+    """Return about `about` round numbers between low and high."""
     if not high > low:
         return [low]
     raw = (high - low) / about
@@ -74,7 +74,7 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def label(value: float, step: float) -> str:
-    """Return a tick's label, with as many digits as its neighbour needs; large numbers as 20k or 3M."""
+    """Return a tick's label with just enough digits for the step; large numbers become 20k or 3M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size and step >= size / 1000:
             return label(value / size, step / size) + unit
@@ -83,6 +83,49 @@ def label(value: float, step: float) -> str:
     digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step else 2
     digits += round(step, digits) != round(step, digits + 1)  # steps of 0.025
     return f"{value:.{digits}f}"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The drawing area of a chart: its size in pixels, and how values map to it."""
+
+    width: int
+    height: int
+    top: int
+    x: Range
+    y: View
+    left: int = 52
+    right: int = 12
+    bottom: int = 42
+
+    @property
+    def inner(self) -> tuple[int, int]:
+        """The width and height between the axes."""
+        return self.width - self.left - self.right, self.height - self.top - self.bottom
+
+    def level(self, value: float) -> float:
+        """Return a y value on the axis: its logarithm if the axis is logarithmic."""
+        return math.log10(max(value, self.y.shown[0])) if self.y.log else value
+
+    @property
+    def levels(self) -> Range:
+        """The bottom and the top of the y axis."""
+        low, high = self.y.shown
+        return self.level(low), self.level(high)
+
+    def column(self, x: float) -> str:
+        """Return the horizontal position of an x value."""
+        low, high = self.x
+        return f"{self.left + (x - low) / (high - low) * self.inner[0]:.1f}"
+
+    def row(self, y: float) -> str:
+        """Return the vertical position of a y value."""
+        down, up = self.levels
+        return f"{self.top + (up - self.level(y)) / (up - down) * self.inner[1]:.1f}"
+
+    def point(self, x: float, y: float) -> str:
+        """Return the position of a point."""
+        return f"{self.column(x)},{self.row(y)}"
 
 
 def draw(
@@ -97,53 +140,95 @@ def draw(
     square: bool = False,
     whole: bool = False,
 ) -> str:
-    """Return a chart; `name` is unique on the page, colours come from its style; `whole` x are labelled as such."""
+    """Return a chart as SVG; the page's style sheet sets its colours.
+
+    - `name`: an id that is unique on the page.
+    - `x`, `y`: the labels of the axes.
+    - `across`: the range of the x axis; None = that of the series.
+    - `whole`: label only whole numbers on the x axis.
+    """
     width, height = (440, 440 if square else 280) if small else (880, 360)
-    left, right, top, bottom = 52, 12, 28 if y else 10, 42
+    frame = _Frame(width, height, 28 if y else 10, across or _span(series), shown)
+    area = f'x="{frame.left}" y="{frame.top}" width="{frame.inner[0]}" height="{frame.inner[1]}"'
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}">',
+        f'<clipPath id="{name}-clip"><rect {area}/></clipPath>',
+        *_columns(frame, 5 if small else 8, whole),
+        *_rows(frame),
+        *_axis_labels(frame, x, y),
+        f'<g clip-path="url(#{name}-clip)">',
+        *(_band(frame, s) for s in series),
+        *(_series(frame, s) for s in series),
+        "</g></svg>",
+    ]
+    return "".join(parts)
+
+
+def _span(series: Sequence[Drawn]) -> Range:
+    """Return the range of all x values, never empty."""
     places = [v for s in series for v in s.x] or [0.0, 1.0]
-    low, high = across or (min(places), max(places) if max(places) > min(places) else min(places) + 1)
-    scale = (lambda v: math.log10(max(v, shown.shown[0]))) if shown.log else (lambda v: v)
-    down, up = map(scale, shown.shown)
+    low, high = min(places), max(places)
+    return low, high if high > low else low + 1
 
-    def at(px: float, py: float) -> str:
-        return (
-            f"{left + (px - low) / (high - low) * (width - left - right):.1f},"
-            f"{top + (up - scale(py)) / (up - down) * (height - top - bottom):.1f}"
+
+def _columns(frame: _Frame, about: int, whole: bool) -> list[str]:
+    """Return the vertical grid lines with the labels of the x axis."""
+    values = [v for v in ticks(*frame.x, about) if not whole or v == round(v)]
+    step, bottom = _step(values), frame.height - frame.bottom
+    parts = []
+    for value in values:
+        px = frame.column(value)
+        parts.append(f'<path class="grid" d="M{px} {frame.top}V{bottom}"/>')
+        parts.append(f'<text x="{px}" y="{bottom + 16}" text-anchor="middle">{label(value, step)}</text>')
+    return parts
+
+
+def _rows(frame: _Frame) -> list[str]:
+    """Return the horizontal grid lines with the labels of the y axis; a logarithmic one has whole decades."""
+    down, up = frame.levels
+    log = frame.y.log
+    values = [10.0**k for k in range(math.ceil(down), math.floor(up) + 1)] if log else ticks(down, up)
+    step = _step(values)
+    parts = []
+    for value in values:
+        py, text = frame.row(value), label(value, value if log else step)
+        parts.append(f'<path class="grid" d="M{frame.left} {py}H{frame.width - frame.right}"/>')
+        parts.append(f'<text x="{frame.left - 6}" y="{py}" dy="0.32em" text-anchor="end">{text}</text>')
+    return parts
+
+
+def _step(values: Sequence[float]) -> float:
+    return values[1] - values[0] if len(values) > 1 else 1.0
+
+
+def _axis_labels(frame: _Frame, x: str, y: str) -> list[str]:
+    middle = (frame.left + frame.width - frame.right) / 2
+    parts = [f'<text x="{middle}" y="{frame.height - 6}" text-anchor="middle">{escape(x)}</text>']
+    return [*parts, f'<text x="4" y="14">{escape(y)}</text>'] if y else parts
+
+
+def _known(s: Drawn) -> list[tuple[float, float, float]]:
+    """Return the points of a series whose value is known, each with its deviation."""
+    spread = s.spread or [0.0] * len(s.y)
+    return [(a, b, c or 0.0) for a, b, c in zip(s.x, s.y, spread) if b is not None and math.isfinite(b)]
+
+
+def _band(frame: _Frame, s: Drawn) -> str:
+    """Return the band of one deviation around a series, or nothing."""
+    known = _known(s)
+    if not (s.spread and known):
+        return ""
+    outline = [frame.point(a, b + c) for a, b, c in known] + [frame.point(a, b - c) for a, b, c in reversed(known)]
+    return f'<polygon class="band f{s.slot % 7}" points="{" ".join(outline)}"/>'
+
+
+def _series(frame: _Frame, s: Drawn) -> str:
+    """Return a series as a line, or as points where it has no line."""
+    known = _known(s)
+    if s.style == "points" or len(known) == 1:
+        return "".join(
+            f'<circle class="f{s.slot % 7}" cx="{frame.column(a)}" cy="{frame.row(b)}" r="4"/>' for a, b, _ in known
         )
-
-    decades = [10.0**k for k in range(math.ceil(down), math.floor(up) + 1)] if shown.log else ticks(down, up)
-    columns = [v for v in ticks(low, high, 5 if small else 8) if not whole or v == round(v)]
-    parts = [f'<svg viewBox="0 0 {width} {height}">']
-    frame = f'x="{left}" y="{top}" width="{width - left - right}" height="{height - top - bottom}"'
-    parts.append(f'<clipPath id="{name}-clip"><rect {frame}/></clipPath>')
-    for values, vertical in ((columns, False), (decades, True)):
-        for value in values:
-            step = value if vertical and shown.log else values[1] - values[0] if len(values) > 1 else 1.0
-            px, py = at(low, value).split(",") if vertical else at(value, shown.shown[0]).split(",")
-            if vertical:
-                parts.append(f'<path class="grid" d="M{left} {py}H{width - right}"/>')
-                parts.append(f'<text x="{left - 6}" y="{py}" dy="0.32em" text-anchor="end">{label(value, step)}</text>')
-            else:
-                parts.append(f'<path class="grid" d="M{px} {top}V{height - bottom}"/>')
-                parts.append(
-                    f'<text x="{px}" y="{height - bottom + 16}" text-anchor="middle">{label(value, step)}</text>'
-                )
-    parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 6}" text-anchor="middle">{escape(x)}</text>')
-    if y:
-        parts.append(f'<text x="4" y="14">{escape(y)}</text>')
-    parts.append(f'<g clip-path="url(#{name}-clip)">')
-    for s in series:
-        known = [(a, b, i) for i, (a, b) in enumerate(zip(s.x, s.y)) if b is not None and math.isfinite(b)]
-        if s.spread and known:
-            reach = [(a, b, s.spread[i] or 0.0) for a, b, i in known]
-            outline = [at(a, b + c) for a, b, c in reach] + [at(a, b - c) for a, b, c in reversed(reach)]
-            parts.append(f'<polygon class="band f{s.slot % 7}" points="{" ".join(outline)}"/>')
-    for s in series:
-        points = [at(a, b) for a, b in zip(s.x, s.y) if b is not None and math.isfinite(b)]
-        if s.style == "points" or len(points) == 1:
-            circles = (p.split(",") for p in points)
-            parts += [f'<circle class="f{s.slot % 7}" cx="{a}" cy="{b}" r="4"/>' for a, b in circles]
-        else:
-            look = "reference" if s.style == "dashed" else f"s{s.slot % 7} d{s.slot // 7 % 3}"
-            parts.append(f'<polyline class="{look}" points="{" ".join(points)}"/>')
-    return "".join(parts) + "</g></svg>"
+    look = "reference" if s.style == "dashed" else f"s{s.slot % 7} d{s.slot // 7 % 3}"
+    points = " ".join(frame.point(a, b) for a, b, _ in known)
+    return f'<polyline class="{look}" points="{points}"/>'

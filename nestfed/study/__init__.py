@@ -1,4 +1,4 @@
-"""The high-level interface: estimators in scikit-learn's conventions, trained over sites."""
+"""The high-level interface: estimators in the style of scikit-learn, trained over sites."""
 
 from nestfed.study.labelled import FederatedAUC, FederatedAUPRC, FederatedClassifier
 from nestfed.study.meta import FederatedMAML

@@ -1,4 +1,4 @@
-"""Which method and which step size, and why; and what people should be warned of, with the page that explains it."""
+"""Choose a method and a step size, and warn about problems, with a link to the page that explains them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PAGE = "docs/warnings.md"
 
 
 class NestfedWarning(UserWarning):
-    """Something that people should know; it ends with the page that explains it."""
+    """A warning that ends with a link to the page that explains it."""
 
 
 class TheoryWarning(NestfedWarning):
-    """A setting outside what the method's theorem covers."""
+    """A setting outside the conditions of the method's theorem."""
 
 
 def warn(sentence: str, anchor: str, category: type[NestfedWarning] = NestfedWarning) -> None:
-    """Warn, and name the page."""
+    """Warn, with a link to the section of the page."""
     warnings.warn(f"{sentence} See {PAGE}#{anchor}.", category, stacklevel=3)
 
 
@@ -36,7 +36,7 @@ def warn(sentence: str, anchor: str, category: type[NestfedWarning] = NestfedWar
 # Choosing
 
 STEP: Mapping[str, float] = {"auroc": 1.5, "auprc": 1.0, "classify": 2.0, "maml": 0.5, "minimax": 0.5}
-"""The default step size by kind of objective, in multiples of 1/L, measured (docs/choosing.md)."""
+"""The default step size by kind of objective, in multiples of 1/L; measured (docs/choosing.md)."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,33 @@ class Choice:
 
 
 def choose(objective: str, *, clients: int, rounds: int, participation: int | float | None = None) -> Choice:
-    """Choose a method by the kind of objective, by who takes part, and by how many rounds there are.
+    """Choose a method by objective, participation and number of rounds.
 
-    Methods that send or keep more (momentum, control variates) pay only when everybody takes part and there are rounds
-    enough to use it; the evidence is in docs/choosing.md.
+    Methods that send or keep more (momentum, control variates) are better only if all clients take part and there are
+    enough rounds; docs/choosing.md has the evidence.
     """
     share = 1.0 if participation is None else participation / clients if _count(participation) else participation
     partial = clients > 1 and share < 1
     if objective == "auroc":
         if partial:
-            return Choice("local-sgda", "it keeps nothing at a site, so sites that sit out some rounds do no harm")
-        return Choice("fmgda", "on eICU it was ahead of CODA+ at every step size tried, on heart disease about even")
+            return Choice("local-sgda", "it keeps no state at a site, so sites may skip rounds")
+        return Choice("fmgda", "it beat CODA+ on eICU at every step size tried and was about equal on heart disease")
     if objective == "auprc":
         if partial or rounds < 10:
-            return Choice(
-                "fcsg", "it sends half of what FCSG-M sends and keeps no momentum that absent sites would miss"
-            )
+            return Choice("fcsg", "it sends half as much as FCSG-M and has no momentum that absent sites would miss")
         return Choice(
-            "fcsg-m", "it maximises average precision directly, and its momentum steadies the few positives of a batch"
+            "fcsg-m",
+            "it maximises average precision directly, and its momentum reduces the noise of few positives per batch",
         )
     if objective == "maml":
-        return Choice("local-scgdm", "it follows the inner value by momentum and needs no fixed set of tasks")
+        return Choice("local-scgdm", "it tracks the inner value by momentum and needs no fixed set of tasks")
     if objective == "minimax":
         if partial:
-            return Choice("local-sgda", "it keeps nothing at a site, so sites that sit out some rounds do no harm")
+            return Choice("local-sgda", "it keeps no state at a site, so sites may skip rounds")
         return Choice("fmgda", "its recursive momentum for both players has the best rate of the minimax methods")
     if objective == "classify":
         return Choice("fedavg", "the objective is a plain average of losses")
-    raise NestfedError(f"There is no objective {objective!r}: choose auroc, auprc, classify, maml or minimax.")
+    raise NestfedError(f"Unknown objective {objective!r}: choose auroc, auprc, classify, maml or minimax.")
 
 
 def _count(participation: int | float) -> bool:
@@ -85,34 +84,34 @@ def _count(participation: int | float) -> bool:
 def configure(
     name: str, lr: Schedule | None, settings: Mapping[str, Any] | None, *, rounds: int, q: int
 ) -> Algorithm[Any, Any]:
-    """Make a method from its name, one step size and further settings."""
+    """Build a method from its name, one step size and further settings."""
     usual = algorithms.METHODS[name].usual(lr, rounds=rounds, q=q)
     return algorithms.build(name, **{**usual, **(settings or {})})
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is wrong with the data or the outcome
+# Problems of the data or of the training
 
 
 def few_positives(names: Sequence[str], positives: Sequence[int], examples: Sequence[int], least: int = 5) -> None:
-    """Warn of sites with almost no positives (or negatives), once for all of them."""
+    """Warn about sites with almost no positives (or negatives), once for all of them."""
     poor = [(n, p, m) for n, p, m in zip(names, positives, examples) if min(p, m - p) < least]
     if not poor:
         return
     name, p, m = min(poor, key=lambda row: min(row[1], row[2] - row[1]))
     which = f"Site {name} has" if len(poor) == 1 else f"{len(poor)} of {len(names)} sites have"
     warn(
-        f"{which} fewer than {least} positives or negatives ({name}: {p} of {m} positive), so what it learns of the "
-        "rarer class is mostly noise.",
+        f"{which} fewer than {least} positives or negatives ({name}: {p} of {m} positive): too few to learn the rarer "
+        "class there.",
         "few-positives",
     )
 
 
 def look_at(history: Sequence[Record], metric: str, moved: float) -> list[str]:
-    """Warn of drift and of a metric that stalls at chance; return hints that need no warning.
+    """Warn about drift and about an AUROC that stays at chance; return hints that need no warning.
 
-    `moved` is the distance from the start to the end. Drift is judged by the clients' mean squared distance from their
-    mean after a round, against the mean squared length of such a round's common move.
+    Drift is the root mean square distance of the clients from their mean after a round. It is too large if it exceeds
+    `moved`, the distance from the start to the end of training.
     """
     rounds = [r for r in history if r.get("drift") is not None and r["round"] > 0]
     late = rounds[len(rounds) // 2 :]
@@ -120,22 +119,22 @@ def look_at(history: Sequence[Record], metric: str, moved: float) -> list[str]:
         spread = math.sqrt(sum(max(r["drift"], 0.0) for r in late) / len(late))
         if moved > 0 and spread > moved:
             warn(
-                f"The sites' models drift apart: after a round they lie {spread:.3g} from their mean, further than "
-                f"training has moved it in all ({moved:.3g}); take fewer local steps (q) or a smaller lr.",
+                f"The sites' models drift apart: after a round their distance from the mean is {spread:.3g}, more than "
+                f"the whole training moved the mean ({moved:.3g}); use fewer local steps (q) or a smaller lr.",
                 "drift",
             )
     values = [r[metric] for r in history if r.get(metric) is not None]
     if metric == "auroc" and len(values) >= 3 and all(abs(v - 0.5) < 0.03 for v in values[len(values) // 2 :]):
         warn(
-            f"AUROC stalls at {values[-1]:.3f}, which is chance: try another lr (`nestfed lr-find`), and look whether "
-            "the target can be told from these features at all.",
+            f"AUROC stalls at {values[-1]:.3f}, which is chance: try another lr (`nestfed lr-find`), and check whether "
+            "these features can predict the target at all.",
             "stalled",
         )
     return plateau(history, metric)
 
 
 def plateau(history: Sequence[Record], metric: str) -> list[str]:
-    """Return a hint if the second half of the rounds gained nothing, or if the metric still improved at the end."""
+    """Return a hint if the metric stopped improving halfway, or still improved at the end."""
     signed = find(metric).signed
     curve = [(r["round"], signed(r[metric])) for r in history if r.get(metric) is not None]
     if len(curve) < 6:
@@ -143,7 +142,7 @@ def plateau(history: Sequence[Record], metric: str) -> list[str]:
     half = len(curve) // 2
     early, late = max(v for _, v in curve[:half]), max(v for _, v in curve[half:])
     if late - early < 1e-3:
-        return [f"{metric} did not improve after round {curve[half - 1][0]}: fewer rounds would do."]
+        return [f"{metric} did not improve after round {curve[half - 1][0]}: fewer rounds are enough."]
     quarter = [v for _, v in curve[-max(2, len(curve) // 4) :]]
     if quarter[-1] - quarter[0] > 0.01:
         return [f"{metric} was still improving at the end: more rounds should help."]
@@ -155,11 +154,11 @@ def plateau(history: Sequence[Record], metric: str) -> list[str]:
 
 
 def smoothness(problem: Any, clients: Any, seed: int = 0, most: int = 32, steps: int = 6) -> float:
-    """Estimate, from below, the smoothness of the clients' objectives at the start: the largest stretch of gradients.
+    """Estimate the smoothness of the clients' objectives at the start; the result is a lower bound.
 
-    Power iteration on ∇F_n(x + εv) − ∇F_n(x), with one fixed batch of each of up to `most` clients; the largest of them
-    counts, as local steps must be stable everywhere. Of a minimax problem both players' gradients count. The true
-    constant is a supremum over all points and batches, so it can only be larger.
+    Power iteration on ∇F_n(x + εv) − ∇F_n(x), with one fixed batch of each of up to `most` clients. The largest value
+    counts, because local steps must be stable at every client. For a minimax problem it covers the gradients of both
+    players. The true constant is a supremum over all points and batches, so it may be larger.
     """
     some = as_clients(clients).seeded(seed)
     d = problem.x0.numel()
@@ -184,7 +183,7 @@ def smoothness(problem: Any, clients: Any, seed: int = 0, most: int = 32, steps:
 
 
 def prescribed(name: str, L: float, *, N: int, T: int, b: int = 1, mu: float = 0.5) -> theory.Prescription:
-    """Return what a method's theorem prescribes for an objective of smoothness L (μ: concavity in w)."""
+    """Return the settings of a method's theorem for an objective of smoothness L (μ: concavity in w)."""
     L = max(L, 1e-6)
     constants: dict[str, Any] = {"N": N, "T": max(T, 1), "b": b}
     kind = theory.method(name)
@@ -199,19 +198,19 @@ def prescribed(name: str, L: float, *, N: int, T: int, b: int = 1, mu: float = 0
 
 
 def check_theory(algorithm: Algorithm[Any, Any], L: float, *, N: int, T: int, q: int, b: int = 1) -> list[str]:
-    """Warn if the step size or q breaks a condition of the method's theorem, given the smoothness; return the breaches."""
+    """Warn if the step size or q violates the method's theorem, given the smoothness; return the violations."""
     if algorithm.name not in theory.METHODS:
         return []
     plan = prescribed(algorithm.name, L, N=N, T=T, b=b)
     own = {k: getattr(algorithm, k) for k in plan.steps if hasattr(algorithm, k)}
     try:
         broken = plan.replace(**own, q=q).violated()
-    except NestfedError:  # a schedule that the theorem is not about
+    except NestfedError:  # a schedule that the theorem does not cover
         return []
     if broken:
         warn(
-            f"{algorithm.name}: {broken[0]} (S_F or L = {L:.3g}, estimated from the data; measured step sizes often "
-            "exceed what the theorem covers and work.)",
+            f"{algorithm.name}: {broken[0]} (S_F or L = {L:.3g}, estimated from the data. Step sizes beyond the theorem "
+            "often work in practice.)",
             "theorem",
             TheoryWarning,
         )

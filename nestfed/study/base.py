@@ -1,4 +1,4 @@
-"""What all estimators share: the method, the run, the module, saving without pickle, the report."""
+"""The base of all estimators: choosing the method, training, saving without pickle."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from nestfed.engine.simulate import Result, simulate
 from nestfed.files import write_model
 from nestfed.models import build
 from nestfed.study import advice
-from nestfed.study.sites import Refused
+from nestfed.study.sites import DataError
 
 FORMAT = 2
 ATTEMPTS, SHRINK = 4, 4.0
-"""How often training is begun with a step size of our own, and what it is divided by after it diverged."""
+"""Attempts with an automatic step size, and its divisor after each divergence."""
 
 
 class Scores(nn.Module):
-    """A user's module whose output is made one score per example, or one per class, whatever its shape."""
+    """Wraps a user's module, so that it returns one score per example or one per class."""
 
     def __init__(self, module: nn.Module, outputs: int) -> None:
         super().__init__()
@@ -44,18 +44,18 @@ class Scores(nn.Module):
             return y
         if y.dim() == 2 and y.shape[1] == 1:
             return y[:, 0]
-        if y.dim() == 2 and y.shape[1] == 2:  # two logits: only their difference counts
+        if y.dim() == 2 and y.shape[1] == 2:  # two logits: use their difference
             return y[:, 1] - y[:, 0]
         return y
 
 
 class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
-    """The base of the estimators. Not for users."""
+    """The base class of the estimators; not part of the public interface."""
 
     kind: ClassVar[str]
-    """The kind of objective, as `nestfed.study.advice` calls it."""
+    """The kind of objective, as named in `nestfed.study.advice`."""
 
-    # The constructors of the estimators store, and nothing else.
+    # scikit-learn requires constructors that only store their arguments.
     module: Any
     algorithm: Any
     lr: Any
@@ -76,34 +76,34 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         return int(self.random_state)
 
     def _model(self, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
-        """Return the user's module, what the user's function makes for this shape, or a network of our own."""
+        """Return the user's module, the result of the user's function for this shape, or a default network."""
         if self.module is None:
             layers = (() if len(shape) == 1 else (64,)) if self.hidden is None else tuple(self.hidden)
             return build("mlp", shape, outputs, seed=seed, hidden=layers)
         if isinstance(self.module, nn.Module):
             return copy.deepcopy(self.module)
         if not callable(self.module):
-            raise Refused(f"module must be an nn.Module or a function of the input's shape, not {self.module!r}.")
+            raise DataError(f"module must be an nn.Module or a function of the input's shape, not {self.module!r}.")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             made = self.module(shape)
         if not isinstance(made, nn.Module):
-            raise Refused(f"module(shape) must return an nn.Module, not {type(made).__name__}.")
+            raise DataError(f"module(shape) must return an nn.Module, not {type(made).__name__}.")
         return made
 
     def _method(self, problem: Any, clients: Any, seed: int, shrunk: float = 1.0) -> Algorithm[Any, Any]:
-        """Return the method, and remember which it is and why; `shrunk` divides the measured step size."""
+        """Return the method, and store the choice and its reason; `shrunk` divides the automatic step size."""
         if isinstance(self.algorithm, Algorithm):
-            self.choice_ = advice.Choice(self.algorithm.name, "it was given")
+            self.choice_ = advice.Choice(self.algorithm.name, "you passed it as an object")
             return self.algorithm
         N, T = len(clients), self.rounds * self.q
         if self.algorithm == "auto":
             self.choice_ = advice.choose(self.kind, clients=N, rounds=self.rounds, participation=self.participation)
         else:
-            self.choice_ = advice.Choice(str(self.algorithm), "it was asked for")
+            self.choice_ = advice.Choice(str(self.algorithm), "you named it")
         name, settings, lr = self.choice_.name, dict(self.settings or {}), self.lr
         if isinstance(lr, str) and lr != "theory":
-            raise Refused(f"lr must be a number, a function of the iteration, 'theory' or None, not {lr!r}.")
+            raise DataError(f"lr must be a number, a function of the iteration, 'theory' or None, not {lr!r}.")
         covered = name in theory.METHODS
         given = isinstance(lr, int | float)
         L = advice.smoothness(problem, clients, seed) if lr is None or lr == "theory" or (given and covered) else 0.0
@@ -125,7 +125,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         evaluate: Callable[[Any], Mapping[str, float]] | None,
         metric: str,
     ) -> Result:
-        """Train, and look at how it went. A step size of our own that turns out too large is made smaller."""
+        """Train, and check the result. Retry with a smaller step if an automatic step size diverges."""
         tried: list[Any] = []
         while True:
             self.algorithm_ = self._method(problem, clients, seed, SHRINK ** len(tried))
@@ -143,7 +143,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
                     execution=Execution(device=self.device),
                     progress=self.verbose,
                 )
-                refuse_runaway(result.history)
+                reject_runaway(result.history)
                 break
             except DivergedError:
                 if self.lr is not None or isinstance(self.algorithm, Algorithm) or len(tried) == ATTEMPTS - 1:
@@ -156,19 +156,19 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         self.hints_ = advice.look_at(result.history, metric, moved)
         if tried:
             steps = ", ".join(f"{lr:.3g}" for lr in tried)
-            self.hints_ += [f"Training diverged with the measured step size {steps}, so {self.lr_:.3g} was taken."]
+            self.hints_ += [f"Training diverged with the automatic step size {steps}, so {self.lr_:.3g} was used."]
         return result
 
     # -----------------------------------------------------------------------------------------------------
     # Files
 
     def save(self, directory: str | Path) -> Path:
-        """Write model.safetensors and estimator.json; there is no pickle in them."""
+        """Write model.safetensors and estimator.json, without pickle."""
         check_is_fitted(self)
         place = Path(directory)
         place.mkdir(parents=True, exist_ok=True)
         write_model(place / "model.safetensors", self.module_, None)
-        told = {
+        saved = {
             "format": FORMAT,
             "nestfed": __version__,
             "class": type(self).__name__,
@@ -177,33 +177,33 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
             "choice": {"name": self.choice_.name, "why": self.choice_.why, "method": repr(self.algorithm_)},
             "fitted": self._fitted(),
         }
-        (place / "estimator.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        (place / "estimator.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
         return place
 
     @classmethod
     def load(cls, directory: str | Path, module: nn.Module | None = None) -> Self:
-        """Read what `save` wrote; a module of one's own has to be given again, as its code is not in the files."""
+        """Load an estimator from `save`. Pass your own module again, because its code is not saved."""
         place = Path(directory)
         try:
-            told = json.loads((place / "estimator.json").read_text(encoding="utf-8"))
+            saved = json.loads((place / "estimator.json").read_text(encoding="utf-8"))
             state = load_file(place / "model.safetensors")
         except FileNotFoundError as error:
             raise NestfedError(
-                f"{place} holds no saved estimator: {Path(error.filename).name} is not there."
+                f"{place} contains no saved estimator: {Path(error.filename).name} is missing."
             ) from error
         except (ValueError, OSError) as error:
-            raise NestfedError(f"{place} holds a saved estimator that cannot be read ({error}).") from error
-        if told.get("format") != FORMAT:
-            raise NestfedError(f"{place} was written by another version of nestfed ({told.get('nestfed')}).")
-        if told["class"] != cls.__name__:
-            raise NestfedError(f"{place} holds a {told['class']}, not a {cls.__name__}: use {told['class']}.load.")
-        if not told["own_module"] and module is None:
-            raise NestfedError(f"{place} holds a model of your own code: give load(directory, module=YourModule()).")
-        found = cls(**told["params"])
-        found.module = None if told["own_module"] else module
-        found.choice_ = advice.Choice(told["choice"]["name"], told["choice"]["why"])
+            raise NestfedError(f"The saved estimator in {place} cannot be read: {error}.") from error
+        if saved.get("format") != FORMAT:
+            raise NestfedError(f"{place} was written by another version of nestfed ({saved.get('nestfed')}).")
+        if saved["class"] != cls.__name__:
+            raise NestfedError(f"{place} contains a {saved['class']}, not a {cls.__name__}: use {saved['class']}.load.")
+        if not saved["own_module"] and module is None:
+            raise NestfedError(f"The model in {place} needs your own module: use load(directory, module=YourModule()).")
+        found = cls(**saved["params"])
+        found.module = None if saved["own_module"] else module
+        found.choice_ = advice.Choice(saved["choice"]["name"], saved["choice"]["why"])
         found.history_, found.hints_ = [], []
-        found._restore(told["fitted"])
+        found._restore(saved["fitted"])
         try:
             found.module_.load_state_dict(state)
         except RuntimeError as error:
@@ -212,7 +212,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         return found
 
     def _plain_params(self) -> dict[str, Any]:
-        """Return the constructor's arguments that JSON can hold; a schedule or a method object is left out."""
+        """Return the constructor's arguments that JSON can store; skip schedules and method objects."""
         found = {}
         for name, value in self.get_params(deep=False).items():
             value = value.item() if isinstance(value, np.generic) else value
@@ -226,23 +226,23 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
     def _fitted(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _restore(self, told: Mapping[str, Any]) -> None:
+    def _restore(self, fitted: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
     def __sklearn_is_fitted__(self) -> bool:
-        """Tell scikit-learn whether `fit` was called."""
+        """Return whether `fit` was called, for scikit-learn."""
         return hasattr(self, "module_")
 
 
 def _exchange(participation: int | float | None) -> Exchange:
-    """Return who takes part: so many clients (int), each with a probability (float), or all (None)."""
+    """Return the participation: a number of clients (int), a probability (float), or all (None)."""
     if isinstance(participation, int):
         return Exchange(count=participation)
     return Exchange() if participation is None else Exchange(share=participation)
 
 
-def refuse_runaway(history: Sequence[Record]) -> None:
-    """Raise if the loss has grown beyond all bounds, though all numbers are still finite."""
+def reject_runaway(history: Sequence[Record]) -> None:
+    """Raise an error if the loss exploded, even if all numbers are still finite."""
     losses = [r["loss"] for r in history if r.get("loss") is not None]
     if losses and losses[-1] > 1e3 * max(1.0, abs(losses[0])):
         raise DivergedError(f"The loss grew from {losses[0]:.3g} to {losses[-1]:.3g}: the step size is too large.")

@@ -24,8 +24,8 @@ from nestfed.problems.objective import Labelled
 from nestfed.study import advice
 from nestfed.study.base import Federated, Scores
 from nestfed.study.sites import (
+    DataError,
     InputEncoding,
-    Refused,
     Site,
     as_table,
     common_encoding,
@@ -36,7 +36,7 @@ from nestfed.study.sites import (
 
 
 class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-learn has no types
-    """The base of the three. `module` is an nn.Module, a function from the input's shape to one, or None."""
+    """The base class of the three estimators below."""
 
     metric: ClassVar[str]
     binary: ClassVar[bool] = True
@@ -81,32 +81,32 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
     # Fitting
 
     def fit(self, X: Any, y: Any = None, *, groups: Any = None, eval_set: Any = None) -> Self:
-        """Train on sites: a list of (X, y), a dict of them by name, data sets in their place; or one (X, y).
+        """Train on sites: a list of (X, y) or datasets, a dict of them by name, or one (X, y).
 
-        One (X, y) is one site, or as many as `groups` (or the column `site_column` of X) has values. `eval_set`, one
-        (X, y) or sites again, is judged about twenty times during training (`history_`); nothing is chosen by it.
+        One (X, y) is one site, or one site for each value of `groups` (or of the column `site_column` of X). `eval_set`,
+        one (X, y) or sites, is evaluated about twenty times during training (`history_`); it affects no choice.
         """
         if y is not None and self.site_column is not None and groups is None:
             X, groups = self._without_sites(X)
             if groups is None:
-                raise Refused(f"X has no column {self.site_column!r}, which site_column names.")
+                raise DataError(f"site_column is {self.site_column!r}, but X has no such column.")
         sites = gather(X, y, groups, self.target)
         self._remember(X if y is not None else None, sites)
         for site in sites:
             check_classification_targets(site.y)
         self.classes_ = np.unique(np.concatenate([np.unique(site.y) for site in sites]))
         if len(self.classes_) < 2:
-            raise Refused(
+            raise DataError(
                 f"{type(self).__name__} needs two classes, but these examples are all of one class, "
                 f"{self.classes_[0].item() if hasattr(self.classes_[0], 'item') else self.classes_[0]!r}."
             )
         if self.binary and len(self.classes_) > 2:
-            raise Refused(
+            raise DataError(
                 f"Only binary classification is supported by {type(self).__name__}. The type of the target is "
-                f"multiclass, with {len(self.classes_)} classes: take FederatedClassifier."
+                f"multiclass, with {len(self.classes_)} classes: use FederatedClassifier."
             )
         if self.batch_size < 4:
-            raise Refused(f"batch_size must be at least 4, not {self.batch_size}.")
+            raise DataError(f"batch_size must be at least 4, not {self.batch_size}.")
         seed = self._seed()
         codes = [np.searchsorted(self.classes_, site.y) for site in sites]
         self.sites_ = self._summary(sites, codes)
@@ -140,18 +140,18 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         raise NotImplementedError
 
     def _without_sites(self, X: Any) -> tuple[Any, Any]:
-        """Take the column that names the sites out of X; a table without it is as it should be for prediction."""
+        """Return X without the column that names the sites, and that column; None if X lacks it, as for prediction."""
         if hasattr(X, "columns"):
             if self.site_column not in X.columns:
                 return X, None
             return X.drop(columns=[self.site_column]), X[self.site_column].to_numpy()
         values = np.asarray(X)
         if not isinstance(self.site_column, int) or values.ndim != 2:
-            raise Refused(f"site_column={self.site_column!r} names a column, but X is no data frame.")
+            raise DataError(f"site_column={self.site_column!r} names a column, but X is not a data frame.")
         return np.delete(values, self.site_column, axis=1), values[:, self.site_column]
 
     def _remember(self, X: Any, sites: Sequence[Site]) -> None:
-        """Set what scikit-learn asks of a fitted estimator."""
+        """Set the attributes that scikit-learn requires of a fitted estimator."""
         if hasattr(self, "feature_names_in_"):
             del self.feature_names_in_
         if X is not None and hasattr(X, "columns"):
@@ -165,18 +165,18 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         return Summary(counts, tuple(map(str, self.classes_)), tuple(site.name for site in sites))
 
     def _try(self, model: Scores, some: Tensor, outputs: int) -> None:
-        """Refuse a module that does not fit the data, before any work."""
+        """Reject a module that does not fit the data, before any work."""
         try:
             with torch.no_grad():
                 found = model.eval()(some)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise Refused(
-                f"The module does not take a batch of shape {tuple(some.shape)}, which these data make: {error}"
+            raise DataError(
+                f"The module does not accept a batch of these data, of shape {tuple(some.shape)}: {error}"
             ) from error
         wanted = (len(some),) if outputs == 1 else (len(some), outputs)
         if tuple(found.shape) != wanted:
-            raise Refused(
-                f"The module gives shape {tuple(found.shape)} for {len(some)} examples, expected {wanted}: "
+            raise DataError(
+                f"The module returns shape {tuple(found.shape)} for {len(some)} examples, expected {wanted}: "
                 f"{'one score per example' if outputs == 1 else 'one score per class'}."
             )
 
@@ -186,7 +186,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         return lambda model: self._judged(models.score(model, x, lambda part: part.to(self.device)), y)
 
     def _pooled(self, some: Any, y: Any = None) -> tuple[Tensor, np.ndarray]:
-        """Return labelled examples, of one site or of several, as the model wants them."""
+        """Return labelled examples of one or several sites as model inputs."""
         if y is not None and self.site_column is not None:
             some, _ = self._without_sites(some)
         sites = gather(some, y, None, self.target)
@@ -194,18 +194,20 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         labels = np.concatenate([site.y for site in sites])
         unknown = np.setdiff1d(labels, self.classes_)
         if len(unknown):
-            raise Refused(f"The class {unknown[0]!r} was not in the training data, whose classes are {self.classes_}.")
+            raise DataError(
+                f"The class {unknown[0]!r} was not in the training data, whose classes are {self.classes_}."
+            )
         return x, np.searchsorted(self.classes_, labels)
 
     def _judged(self, scores: Tensor, y: np.ndarray) -> dict[str, float]:
         return judge(scores.double().numpy(), y, log_odds=self.kind == "classify")
 
     # -----------------------------------------------------------------------------------------------------
-    # Using it
+    # Prediction
 
     def _scaled(self, x: np.ndarray, schema: Schema, where: str = "X") -> Tensor:
         if schema == numbered(len(schema)) and len(schema) not in (0, self.n_features_in_):
-            raise Refused(
+            raise DataError(
                 f"X has {len(schema)} features, but {type(self).__name__} is expecting {self.n_features_in_} features as "
                 "input."
             )
@@ -215,7 +217,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         named = isinstance(self.site_column, str)
         if named or (self.site_column is not None and np.ndim(X) == 2 and np.shape(X)[1] == self.n_features_in_ + 1):
             X = self._without_sites(X)[0]
-        # Sites that came as a list of data frames are matched by name below; scikit-learn has a word on the rest.
+        # Columns of a list of data frames are matched by name below; scikit-learn checks the rest.
         unnamed = self.scale_.schema == numbered(len(self.scale_.schema))
         if hasattr(self, "feature_names_in_") or unnamed:
             _check_feature_names(self, X, reset=False)
@@ -231,14 +233,14 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         return a * raw + b if raw.ndim == 1 else raw
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Return log-odds, (n,), or one score per class; what it ranks higher is more likely positive."""
+        """Return log-odds, (n,), or one score per class; higher means more likely."""
         return self._logits(X)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probability of every class, (n, classes).
 
-        A score trained for AUROC or average precision only ranks. It becomes a probability by Platt's method, a line
-        fitted to all sites' training scores from sums that they tell.
+        A score trained for AUROC or average precision only ranks. Platt scaling turns it into a probability, fitted to
+        the training scores from sums that the sites share.
         """
         logits = torch.from_numpy(self._logits(X))
         if logits.dim() == 1:
@@ -262,7 +264,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         return self._judged(models.score(self._scores, x), labels)
 
     def __sklearn_tags__(self) -> Any:
-        """Say what is special: missing values are welcome, classes are two unless said otherwise."""
+        """Return the capabilities of the estimator, for scikit-learn."""
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = not self.binary
         tags.input_tags.allow_nan = bool(self.standardize)
@@ -284,22 +286,22 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
             "sites": {"names": list(self.sites_.names), "counts": self.sites_.counts.tolist()},
         }
 
-    def _restore(self, told: Mapping[str, Any]) -> None:
-        self.classes_ = np.array(told["classes"], dtype=object if told["dtype"] == "object" else told["dtype"])
-        self.scale_ = encoding_from_json(told["scale"])
-        self.shape_ = tuple(told["shape"])
-        self.calibration_ = tuple(told["calibration"])
-        self.n_features_in_ = told["features"]
-        if told["names"] is not None:
-            self.feature_names_in_ = np.array(told["names"], dtype=object)
-        counts = np.array(told["sites"]["counts"])
-        self.sites_ = Summary(counts, tuple(map(str, self.classes_)), tuple(told["sites"]["names"]))
+    def _restore(self, fitted: Mapping[str, Any]) -> None:
+        self.classes_ = np.array(fitted["classes"], dtype=object if fitted["dtype"] == "object" else fitted["dtype"])
+        self.scale_ = encoding_from_json(fitted["scale"])
+        self.shape_ = tuple(fitted["shape"])
+        self.calibration_ = tuple(fitted["calibration"])
+        self.n_features_in_ = fitted["features"]
+        if fitted["names"] is not None:
+            self.feature_names_in_ = np.array(fitted["names"], dtype=object)
+        counts = np.array(fitted["sites"]["counts"])
+        self.sites_ = Summary(counts, tuple(map(str, self.classes_)), tuple(fitted["sites"]["names"]))
         outputs = 1 if len(self.classes_) == 2 else len(self.classes_)
         self._scores = Scores(self._model(self.shape_, outputs, 0), outputs).eval()
         self.module_ = self._scores.module
 
     def report(self, path: str | Path) -> Path:
-        """Write a page on this training run that one can open in a browser."""
+        """Write an HTML report of this training."""
         from nestfed.study.page import write_report
 
         check_is_fitted(self)
@@ -307,10 +309,10 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
 
 
 def calibrate(sites: Sequence[tuple[np.ndarray, np.ndarray]], steps: int = 50) -> tuple[float, float]:
-    """Fit P(y=1) = 1/(1 + exp(−(a·s + b))) to scores by Newton steps, for which a site tells five sums (Platt 1999).
+    """Fit P(y=1) = 1/(1 + exp(−(a·s + b))) to scores by Newton steps (Platt 1999); a step needs five sums per site.
 
-    Scores are first centred and scaled by their common mean and deviation. The targets are Platt's: a little inside
-    (0, 1), so that separable scores have a finite answer. a is kept above 0, so that the order stays.
+    Scores are first centred and scaled by their common mean and deviation. The targets are Platt's: slightly inside
+    (0, 1), so that separable scores have a finite solution. a stays above 0, so that the order is kept.
     """
     n = sum(len(s) for s, _ in sites)
     mean = sum(s.sum() for s, _ in sites) / n
@@ -327,7 +329,7 @@ def calibrate(sites: Sequence[tuple[np.ndarray, np.ndarray]], steps: int = 50) -
             gradient += [off @ z, off.sum()]
             hessian += [[weight @ z**2, weight @ z], [weight @ z, weight.sum()]]
         move = np.linalg.solve(hessian, gradient)
-        move /= max(1.0, float(np.abs(move).max()) / 2)  # a long step of Newton's may jump over the answer
+        move /= max(1.0, float(np.abs(move).max()) / 2)  # a long Newton step may overshoot
         slope, shift = slope - move[0], shift - move[1]
         if np.abs(move).max() < 1e-10:
             break
@@ -338,23 +340,27 @@ def calibrate(sites: Sequence[tuple[np.ndarray, np.ndarray]], steps: int = 50) -
 class FederatedAUC(_Labelled):
     """Train a score for the area under the ROC curve, over sites that keep their rows.
 
-    AUROC as a minimax problem (`nestfed.problems.auroc`), from batches that hold as many positives as negatives, with
-    weights that leave the objective as it is. `score` is the AUROC.
+    It solves AUROC as a minimax problem (`nestfed.problems.auroc`) with balanced batches, whose weights keep the
+    objective unchanged. `score` is the AUROC.
 
-    - `module`: an `nn.Module` (one score per example, or two logits), a function from the input's shape to one, or None
-      for a network of our own with the layers `hidden`: without any a linear score, the default for tables; one layer of
-      64 is the default for images.
-    - `algorithm`: "auto" (`choice_` says which and why), a name from `nestfed list`, or an `Algorithm`.
-    - `lr`: None for the measured multiple of 1/L (`lr_` says what that came to), a number, a function of the iteration,
-      or "theory" for the theorem's step sizes. `settings` are further hyper-parameters, such as {"beta": 0.1}.
-    - `rounds`, `q` local steps in each, `batch_size` examples in each step, `participation` (a count or a share).
-    - `standardize`: impute and scale features by statistics of all sites, from counts and sums.
-    - `site_column`: the column of X that names the site, for scikit-learn's tools, which know one X only.
-    - `target`: the column to predict, where a site is a data frame or a data set with named columns.
-    - `verbose`: True for a progress bar, None for one on a terminal only.
+    - `module`: an `nn.Module` (one score per example, or two logits), a function that returns one for the input's shape,
+      or None for a default network.
+    - `hidden`: the layers of the default network. By default, tables get a linear score and images one layer of 64.
+    - `algorithm`: "auto" (`choice_` has the method and the reason), a name from `nestfed list`, or an `Algorithm`.
+    - `lr`: None for a multiple of 1/L estimated from the data (stored in `lr_`), a number, a function of the iteration,
+      or "theory" for the theorem's step sizes.
+    - `settings`: further hyper-parameters, such as {"beta": 0.1}.
+    - `rounds`: communication rounds.
+    - `q`: local steps per round.
+    - `batch_size`: examples per step.
+    - `participation`: clients per round, as a number (int) or a probability (float); None = all.
+    - `standardize`: impute and scale features with statistics of all sites, from counts and sums.
+    - `site_column`: the column of X with the site, for scikit-learn tools that accept only one X.
+    - `target`: the column to predict, if a site is a data frame or a dataset with named columns.
+    - `verbose`: show a progress bar; None = only on a terminal.
 
-    After `fit`: `classes_` (the second is the positive one), `module_`, `history_` (a record per round), `sites_` (who
-    holds what), `choice_`, `lr_`, `hints_`.
+    After `fit`: `classes_` (the second is positive), `module_`, `history_` (one record per round), `sites_` (examples by
+    site and class), `choice_`, `lr_`, `hints_`.
     """
 
     kind = "auroc"
@@ -367,8 +373,8 @@ class FederatedAUC(_Labelled):
 class FederatedAUPRC(_Labelled):
     """Train a score for average precision (the area under the precision-recall curve), over sites that keep their rows.
 
-    AUPRC as a conditional problem (`nestfed.problems.auprc`): every outer positive is compared with an inner batch that
-    holds positives and negatives in known proportion. `score` is the average precision. The arguments are those of
+    It solves AUPRC as a conditional problem (`nestfed.problems.auprc`): each outer positive is compared with an inner
+    batch of positives and negatives in a known proportion. `score` is the average precision. The arguments are those of
     `FederatedAUC`.
     """
 
@@ -381,10 +387,10 @@ class FederatedAUPRC(_Labelled):
 
 
 class FederatedClassifier(_Labelled):
-    """Train a classifier by cross-entropy, the plain average of losses, over sites that keep their rows.
+    """Train a classifier with cross-entropy over sites that keep their rows.
 
-    `score` is the accuracy. When positives are rare, FederatedAUC or FederatedAUPRC usually rank better. The arguments
-    are those of `FederatedAUC`, and there may be more than two classes.
+    `score` is the accuracy. If positives are rare, FederatedAUC or FederatedAUPRC usually rank better. It supports more
+    than two classes. The arguments are those of `FederatedAUC`.
     """
 
     kind = "classify"

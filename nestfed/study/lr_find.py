@@ -1,4 +1,4 @@
-"""The learning-rate range test: short trainings over a range of step sizes, judged on validation rows of every site."""
+"""The learning-rate range test: short trainings with several step sizes, evaluated on validation rows of each site."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from nestfed.study.labelled import _Labelled
 
 SMALLEST = 8
-"""A site with fewer rows than this keeps all of them for training."""
+"""A site with fewer rows uses all of them for training."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the test found: the metric for every step size (NaN where training diverged)."""
+class StepSearch:
+    """The metric of each step size; NaN if training diverged."""
 
     metric: str
     lrs: tuple[float, ...]
@@ -34,16 +34,16 @@ class Found:
 
     @property
     def best(self) -> float:
-        """The step size with the best metric; the smaller one of two that tie."""
+        """The step size with the best metric; the smaller one in a tie."""
         alive = [
             (-find(self.metric).signed(value), lr) for lr, value in zip(self.lrs, self.values) if np.isfinite(value)
         ]
         if not alive:
-            raise NestfedError("Training diverged with every step size: check the data, or try far smaller ones.")
+            raise NestfedError("Training diverged with every step size: check the data, or try much smaller ones.")
         return min(alive)[1]
 
     def draw(self, path: str | Path) -> Path:
-        """Draw the metric against the step size."""
+        """Plot the metric against the step size."""
         from nestfed.report.drawing import pyplot, save
 
         figure, panel = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
@@ -59,10 +59,10 @@ class Found:
 
 def lr_find(
     estimator: _Labelled, X: Any, y: Any = None, *, groups: Any = None, lrs: Sequence[float] = (), share: float = 0.25
-) -> Found:
-    """Try step sizes around the default, or those given; every site sets a share of its rows aside to judge.
+) -> StepSearch:
+    """Try step sizes around the default, or `lrs`; each site holds out a share of its rows for validation.
 
-    Half of the estimator's rounds are enough to rank step sizes. The estimator itself is left as it is.
+    Half of the estimator's rounds are enough to rank step sizes. The estimator itself does not change.
     """
     known = isinstance(X, list) and all(isinstance(entry, Site) for entry in X)
     sites = X if known else gather(X, y, groups, estimator.target)
@@ -78,16 +78,16 @@ def sweep(
     lrs: Sequence[float],
     multiples: Sequence[float] = (),
     metric: str = "",
-) -> Found:
-    """Train once with every step size, or with multiples of the default one, and judge by a metric.
+) -> StepSearch:
+    """Train once with each step size, or with multiples of the default one; return the metric of each.
 
-    That is the estimator's own unless another one is named. A trial that diverges counts as NaN.
+    - `metric`: by default the estimator's own. It is NaN for a trial that diverges.
     """
     metric = metric or estimator.metric
     found: dict[float, float] = {}
 
     def trial(lr: float | None) -> float:
-        """Train with a step size (None: the default); return which it was."""
+        """Train with a step size (None = the default) and return it."""
         one = clone(estimator).set_params(lr=lr)
         try:
             one.fit(pairs(train))
@@ -97,7 +97,7 @@ def sweep(
             found[float(one.lr_)] = one.evaluate(pairs(validation))[metric]
         return float(one.lr_)
 
-    with warnings.catch_warnings():  # a trial is meant to go wrong at times
+    with warnings.catch_warnings():  # some trials are expected to diverge
         warnings.simplefilter("ignore", NestfedWarning)
         if not lrs:
             default = trial(None)
@@ -105,16 +105,16 @@ def sweep(
         for lr in lrs:
             trial(float(lr))
     order = sorted(found)
-    return Found(metric, tuple(order), tuple(found[lr] for lr in order))
+    return StepSearch(metric, tuple(order), tuple(found[lr] for lr in order))
 
 
 def pairs(sites: Sequence[Site]) -> dict[str, Site]:
-    """Return the sites that have rows, in a form that `fit` takes."""
+    """Return the sites that have rows, in a form that `fit` accepts."""
     return {site.name: site for site in sites if len(site)}
 
 
 def apart(sites: Sequence[Site], share: float, seed: int) -> tuple[list[Site], list[Site]]:
-    """Set a share of every site's rows aside: whole groups where a site has groups, otherwise by class."""
+    """Hold out a share of each site's rows: whole groups if a site has groups, otherwise by class."""
     rest, held = [], []
     for site in sites:
         kept, aside = np.arange(len(site)), np.arange(0)
@@ -125,5 +125,5 @@ def apart(sites: Sequence[Site], share: float, seed: int) -> tuple[list[Site], l
         rest.append(site.take(kept))
         held.append(site.take(aside))
     if not any(map(len, held)):
-        raise NestfedError(f"No site has {SMALLEST} rows, so none can set rows aside to judge by.")
+        raise NestfedError(f"No site has {SMALLEST} rows, which is the minimum to hold out some for validation.")
     return rest, held

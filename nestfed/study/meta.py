@@ -1,4 +1,4 @@
-"""Meta-learning over sites: a model that a few examples adapt to a new task."""
+"""Meta-learning over sites: a model that adapts to a new task with a few examples."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from nestfed.problems.classify import cross_entropy
 from nestfed.problems.maml import MAML, squared_error
 from nestfed.study.base import Federated, Scores
 from nestfed.study.sites import (
+    DataError,
     InputEncoding,
-    Refused,
     Site,
     _entries,
     _is_pair,
@@ -35,7 +35,7 @@ from nestfed.study.sites import (
 
 @dataclass(frozen=True)
 class TaskClients(Clients):
-    """Clients with tasks of their own; each iteration a client draws some, and from each a support and a query."""
+    """Clients with their own tasks; each iteration a client draws some tasks, and a support and a query from each."""
 
     tasks: Sequence[Sequence[tuple[Tensor, Tensor]]]
     each: int
@@ -50,7 +50,7 @@ class TaskClients(Clients):
         return len(self.tasks)
 
     def seeded(self, seed: int) -> Self:
-        """Return these clients with this seed, unless they were given one of their own."""
+        """Return these clients with this seed, unless they already have one."""
         return self if self.seed is not None else replace(self, seed=seed)
 
     def sample(self, n: int, t: int) -> Data:
@@ -68,7 +68,7 @@ class TaskClients(Clients):
         return (x[:, k:], y[:, k:]), (x[:, :k], y[:, :k]), torch.from_numpy(np.asarray(which))
 
     def _rows(self, generator: np.random.Generator, held: int) -> np.ndarray:
-        """Draw the rows of a support and of a query, which share none; of a small task some come more than once."""
+        """Draw disjoint rows for support and query; in a small task, rows repeat."""
         shots, queries = self.shots, self.queries
         if held >= shots + queries:
             return without_replacement(generator, held, shots + queries)
@@ -82,22 +82,22 @@ class TaskClients(Clients):
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model that was adapted to one task."""
+    """A model adapted to one task."""
 
     owner: FederatedMAML
     parameters: Tensor
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return predictions for the task's examples: numbers, or classes."""
+        """Return predictions for examples of the task: numbers or classes."""
         x = self.owner._input(X)
         return self.owner._answers(self.owner._problem.predict(self.parameters, x[None])[0])
 
 
 class FederatedMAML(Federated):
-    """Learn an initialisation that one gradient step adapts to a new task (MAML), over sites that keep their tasks.
+    """Learn an initialisation that adapts to a new task by one gradient step (MAML), over sites that keep their tasks.
 
-    `fit` takes for each site a list of tasks (X, y). `task` is "regression" (squared error) or "classification" (the
-    classes 0, 1, … of every task). `adapt(X, y)` returns a model for a new task.
+    `fit` takes a list of tasks (X, y) for each site. `task` is "regression" (squared error) or "classification" (with
+    classes 0, 1, … in each task). `adapt(X, y)` returns a model for a new task.
     """
 
     kind = "maml"
@@ -143,9 +143,9 @@ class FederatedMAML(Federated):
         self.verbose = verbose
 
     def fit(self, X: Any, y: None = None, *, eval_set: Any = None) -> Self:
-        """Train on sites, each a list of tasks (X, y); `eval_set` is a list of unseen tasks, judged during training."""
+        """Train on sites, each a list of tasks (X, y); `eval_set`, a list of unseen tasks, is evaluated during training."""
         if self.task not in ("regression", "classification"):
-            raise Refused(f"task must be regression or classification, not {self.task!r}.")
+            raise DataError(f"task must be regression or classification, not {self.task!r}.")
         sites = self._tasks_by_site(X)
         flat = [task for tasks in sites for task in tasks]
         seed = self._seed()
@@ -156,12 +156,12 @@ class FederatedMAML(Federated):
         if self.task == "classification":
             self.outputs_ = int(max(task.y.max() for task in flat)) + 1
             if self.outputs_ < 2:
-                raise Refused("Classification tasks need labels 0 and 1 at least.")
+                raise DataError("Classification tasks need at least the labels 0 and 1.")
         self._build(seed)
         tasks = [[self._tensors(task) for task in own] for own in sites]
         fewest, most = min(map(len, tasks)), max(map(len, tasks))
         self._problem._tasks = most
-        # A task may be met once in a step only: a method with a state per task could not say which to keep.
+        # A step must not draw a task twice: a method with a state per task could keep only one of the two.
         clients = TaskClients(tasks, min(self.tasks_per_step, fewest), self.shots, self.queries)
         judged = None
         if eval_set is not None:
@@ -187,17 +187,17 @@ class FederatedMAML(Federated):
         found = []
         for name, tasks in _entries(X) if isinstance(X, Mapping) else [(str(n), s) for n, s in enumerate(X)]:
             if _is_pair(tasks) and not _is_pair(tasks[0]):
-                raise Refused(f"Site {name} holds one (X, y), expected a list of tasks, each an (X, y).")
+                raise DataError(f"Site {name} is one (X, y), expected a list of tasks, each an (X, y).")
             found.append([_site(f"{name}, task {i}", task, None) for i, task in enumerate(tasks)])
             if not found[-1]:
-                raise Refused(f"Site {name} has no tasks.")
+                raise DataError(f"Site {name} has no tasks.")
             for task in found[-1]:
                 if len(task.x) < 2:
-                    raise Refused(
-                        f"{task.name} has one example; a task needs two, one to adapt on and one to judge by."
+                    raise DataError(
+                        f"{task.name} has one example; a task needs at least two: one to adapt, one to evaluate."
                     )
         if not found:
-            raise Refused("There are no sites: give at least one list of tasks.")
+            raise DataError("There are no sites: pass at least one list of tasks.")
         return found
 
     def _tensors(self, task: Site) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ class FederatedMAML(Federated):
         return (outputs > 0).long().numpy() if outputs.dim() == 1 else outputs.argmax(1).numpy()
 
     def adapt(self, X: Any, y: Any, steps: int = 1) -> Adapted:
-        """Return a model that took some inner steps on a new task's examples."""
+        """Return a model after some inner steps on the examples of a new task."""
         check_is_fitted(self)
         x, labels = self._tensors(_site("the task", (X, y), None))
         return Adapted(self, self._problem.adapt(self._x, (x[None], labels[None]), steps))
@@ -224,7 +224,7 @@ class FederatedMAML(Federated):
         return self._answers(models.score(self._scores, self._input(X)))
 
     def score(self, X: Any, y: None = None, steps: int = 1) -> float:
-        """Return R² or accuracy on unseen tasks: each is adapted on its first `shots` examples, judged on the rest."""
+        """Return R² or accuracy on unseen tasks: adapt on the first `shots` examples, evaluate on the rest."""
         check_is_fitted(self)
         tasks = [self._tensors(task) for task in self._tasks_by_site([X])[0]]
         return self._judged(tasks, self._x, steps)
@@ -233,7 +233,7 @@ class FederatedMAML(Federated):
         outputs, truths = [], []
         for x, y in tasks:
             if len(x) <= self.shots:
-                raise Refused(f"A task has {len(x)} examples: more than {self.shots} (shots) are needed to judge it.")
+                raise DataError(f"A task has {len(x)} examples, but evaluation needs more than {self.shots} (shots).")
             k = self.shots
             u = self._problem.adapt(at, (x[None, :k], y[None, :k]), steps)
             outputs.append(self._problem.predict(u, x[None, k:])[0].cpu())
@@ -248,15 +248,15 @@ class FederatedMAML(Federated):
             "features": self.n_features_in_,
         }
 
-    def _restore(self, told: Mapping[str, Any]) -> None:
-        self.scale_ = encoding_from_json(told["scale"])
-        self.shape_, self.outputs_, self.n_features_in_ = tuple(told["shape"]), told["outputs"], told["features"]
+    def _restore(self, fitted: Mapping[str, Any]) -> None:
+        self.scale_ = encoding_from_json(fitted["scale"])
+        self.shape_, self.outputs_, self.n_features_in_ = tuple(fitted["shape"]), fitted["outputs"], fitted["features"]
         self._build(0)
         self.module_ = self._scores.module
 
     @classmethod
     def load(cls, directory: Any, module: Any = None) -> Self:
-        """Read what `save` wrote."""
+        """Load an estimator from `save`."""
         found = super().load(directory, module)
         found._x = torch.cat([p.detach().reshape(-1) for p in found._scores.parameters()])
         return found

@@ -1,4 +1,4 @@
-"""A training run as a page: what was learned where, how well, by which method."""
+"""The report of a fitted estimator: sites, method, results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from nestfed.data.partition import Summary
     from nestfed.study.labelled import _Labelled
 
-BEST = {"auroc": "AUROC", "ap": "average precision", "accuracy": "accuracy", "log_loss": "log-loss"}
-"""Metrics as people call them."""
+LABELS = {"auroc": "AUROC", "ap": "average precision", "accuracy": "accuracy", "log_loss": "log-loss"}
+"""The display names of metrics."""
 
 
 def write_report(estimator: _Labelled, path: Path) -> Path:
-    """Write the page of one fitted estimator."""
+    """Write the report of a fitted estimator."""
     name = type(estimator).__name__
     last = next((r for r in reversed(estimator.history_) if r.get(estimator.metric) is not None), None)
-    found = "" if last is None else f" {BEST[estimator.metric]} on the evaluation set: {last[estimator.metric]:.4f}."
+    found = "" if last is None else f" {LABELS[estimator.metric]} on the evaluation set: {last[estimator.metric]:.4f}."
     summary = f"{sentence(estimator)}{found} {' '.join(estimator.hints_)}".strip()
-    shown = [m for m in BEST if any(r.get(m) is not None for r in estimator.history_)]
+    shown = [m for m in LABELS if any(r.get(m) is not None for r in estimator.history_)]
     page = Page(
         f"{name}: {len(estimator.sites_.names)} sites",
         summary,
@@ -42,18 +42,18 @@ def write_report(estimator: _Labelled, path: Path) -> Path:
 
 
 def sentence(estimator: _Labelled) -> str:
-    """Return which method was used and why."""
+    """Return the chosen method and the reason."""
     return f"{estimator.choice_.name} was chosen because {estimator.choice_.why}."
 
 
 def sites_table(summary: Summary) -> Table:
-    """Return who holds what."""
+    """Return the table of examples by site and class."""
     rows: list[list[Any]] = [
         [name, int(counts.sum()), *map(int, counts), *_share(counts)]
         for name, counts in zip(summary.names, summary.counts)
     ]
     share = ["positive"] if len(summary.classes) == 2 else []
-    return Table("Who holds what", ["site", "examples", *map(str, summary.classes), *share], rows)
+    return Table("Examples by site", ["site", "examples", *map(str, summary.classes), *share], rows)
 
 
 def _share(counts: np.ndarray) -> list[str]:
@@ -61,7 +61,7 @@ def _share(counts: np.ndarray) -> list[str]:
 
 
 def curves(histories: Mapping[str, Sequence[Record]], metrics: Sequence[str]) -> list[Curves]:
-    """Return the metrics against rounds and costs, as far as the histories hold them."""
+    """Return the curves of those metrics that the histories contain."""
     found = curves_of_runs({name: [history] for name, history in histories.items()}, metrics, "Training")
-    named = [replace(curve, metric=BEST.get(curve.metric, curve.metric)) for curve in found.curves]
+    named = [replace(curve, metric=LABELS.get(curve.metric, curve.metric)) for curve in found.curves]
     return [replace(found, curves=named)] if named else []

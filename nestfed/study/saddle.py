@@ -1,4 +1,4 @@
-"""A minimax objective of the user's own over sites: fair or robust training, an adversary, a worst case."""
+"""Train your own minimax objective over sites, for fair, robust, adversarial or worst-case training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from nestfed import models
 from nestfed.data.clients import Examples
 from nestfed.problems import Minimax
 from nestfed.study.base import Federated
-from nestfed.study.sites import InputEncoding, Refused, as_table, common_encoding, encoding_from_json, gather, inputs
+from nestfed.study.sites import DataError, InputEncoding, as_table, common_encoding, encoding_from_json, gather, inputs
 
 
 class FederatedMinimax(Federated):
-    """min over a model, max over w of E f(model, w, (x, y, site)), over sites that keep their rows.
+    """Solve min over a model, max over w of E f(model, w, (x, y, site)), over sites that keep their rows.
 
-    `objective(model, w, batch)` returns the batch's mean loss; the third array of a batch is the number of the site that
-    each row is from. `w0` is where w starts, `dual_domain` (such as `Simplex()`) what it must stay in. After `fit`, `w_`
-    is the last w. Both players take the step `lr`; `settings` may give w another one, such as {"c": 0.1} for FMGDA.
+    - `objective(model, w, batch)`: returns the mean loss of a batch, whose third array is the site number of each row.
+    - `w0`: the starting point of w.
+    - `dual_domain`: the set that contains w, such as `Simplex()`.
+    - `lr`: the step of both players; `settings` may set another one for w, such as {"c": 0.1} for FMGDA.
+
+    After `fit`, `w_` is the last w.
     """
 
     kind = "minimax"
@@ -69,9 +72,9 @@ class FederatedMinimax(Federated):
     def fit(self, X: Any, y: Any = None, *, groups: Any = None) -> Self:
         """Train on sites: a list of (X, y), a dict of them by name, or one (X, y) with `groups`."""
         if not callable(self.objective):
-            raise Refused("FederatedMinimax needs objective=f, where f(model, w, (x, y, site)) is the mean loss.")
+            raise DataError("FederatedMinimax needs objective=f, where f(model, w, (x, y, site)) is the mean loss.")
         if self.w0 is None:
-            raise Refused("FederatedMinimax needs w0, the point at which the maximising player starts.")
+            raise DataError("FederatedMinimax needs w0, the starting point of the maximising player.")
         sites = gather(X, y, groups)
         seed = self._seed()
         own = not isinstance(self.module, torch.nn.Module)
@@ -106,8 +109,8 @@ class FederatedMinimax(Federated):
             "sites": self.site_names_,
         }
 
-    def _restore(self, told: Mapping[str, Any]) -> None:
-        self.scale_ = encoding_from_json(told["scale"])
-        self.shape_, self.n_features_in_ = tuple(told["shape"]), told["features"]
-        self.w_, self.site_names_ = np.array(told["w"], np.float32), list(told["sites"])
+    def _restore(self, fitted: Mapping[str, Any]) -> None:
+        self.scale_ = encoding_from_json(fitted["scale"])
+        self.shape_, self.n_features_in_ = tuple(fitted["shape"]), fitted["features"]
+        self.w_, self.site_names_ = np.array(fitted["w"], np.float32), list(fitted["sites"])
         self.module_ = self._model(self.shape_, self.outputs, 0)

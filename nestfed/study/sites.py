@@ -1,4 +1,4 @@
-"""From what users have (arrays, tensors, data frames, datasets, one per site) to sites alike, and their common encoding."""
+"""Turn users' data (arrays, tensors, data frames, datasets, one per site) into sites with a common encoding."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from nestfed.data.encoding import Schema, TableEncoding, deviation, encode, numb
 from nestfed.data.tables import table_of
 
 ALL = "all"
-"""The name of the only site, if the user gave one table."""
+"""The name of the site if there is only one table."""
 
 
-class Refused(NestfedError, ValueError):
-    """A mistake in the data, which scikit-learn's tools expect to be a ValueError."""
+class DataError(NestfedError, ValueError):
+    """An error in the user's data or arguments; scikit-learn's tools expect a ValueError."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """One site's examples: features as numbers (NaN where missing), labels as they came."""
+    """One site's examples: features as numbers (NaN if missing), labels unchanged."""
 
     name: str
     x: np.ndarray
     y: np.ndarray
     schema: Schema = ()
-    """The columns of a table; none for images and other arrays of more than two axes."""
+    """The columns of a table; empty for images and other arrays of more than two axes."""
     group: np.ndarray | None = None
-    """For each row what must not stand on both sides of a split, such as a patient."""
+    """For each row, a value that stays on one side of a split, such as a patient."""
 
     def __len__(self) -> int:
         return len(self.x)
 
     @property
     def where(self) -> str:
-        """What errors call it."""
+        """Its name in error messages."""
         return "X" if self.name == ALL else f"Site {self.name}"
 
     def take(self, rows: np.ndarray) -> Site:
@@ -50,30 +50,30 @@ class Site:
 
 
 def gather(x: Any, y: Any = None, groups: Any = None, target: str | None = None) -> list[Site]:
-    """Return the sites that the user's data make.
+    """Return the sites in the user's data.
 
-    Without `y`: a list of (X, y), a dict of them by name, or data sets in their place. With `y`: one site, or one for
-    every value of `groups`.
+    Without `y`: a list of (X, y) or datasets, or a dict of them by name. With `y`: one site, or one for each value of
+    `groups`.
     """
     if y is not None or _one_table(x):
         if y is None and target is None:
-            raise Refused(
-                "This estimator requires y to be passed, but the target y is None: give fit(X, y), or "
-                "fit([(X1, y1), (X2, y2), …]) with one entry for each site, or name the column by target=…."
+            raise DataError(
+                "This estimator requires y to be passed, but the target y is None: use fit(X, y), or "
+                "fit([(X1, y1), (X2, y2), …]) with one entry for each site, or name the column with target=…."
             )
         whole = _site(ALL, x if y is None else (x, y), target)
         return [whole] if groups is None else _by_group(whole, groups)
     if groups is not None:
-        raise Refused("groups says which row belongs to which site, so it goes with fit(X, y, groups=…).")
+        raise DataError("groups is the site of each row, so it needs one X and y: fit(X, y, groups=…).")
     return [_site(name, entry, target) for name, entry in _entries(x)]
 
 
 def _one_table(x: Any) -> bool:
-    """Tell whether x is one array or table rather than a collection of sites."""
+    """Return whether x is one array or table, not a collection of sites."""
     if isinstance(x, Mapping) or hasattr(x, "load_partition"):
         return False
     if isinstance(x, list | tuple):
-        # A nested list of numbers is an array; a list of pairs or of data sets is not.
+        # A nested list of numbers is an array; a list of pairs or datasets is not.
         return not len(x) or not (_is_pair(x[0]) or _is_data(x[0]) or _is_pair(x))
     return not _is_federated(x)
 
@@ -91,7 +91,7 @@ def _is_pair(entry: Any) -> bool:
 
 
 def _is_data(entry: Any) -> bool:
-    """Tell whether an entry is a data set: of torch (len and rows), in the style of Hugging Face, or a data frame."""
+    """Return whether an entry is a dataset: of torch, in the style of Hugging Face, or a data frame."""
     return hasattr(entry, "column_names") or _is_frame(entry) or isinstance(entry, torch.utils.data.Dataset)
 
 
@@ -111,9 +111,9 @@ def _entries(x: Any) -> list[tuple[str, Any]]:
     else:
         found = [(str(n), entry) for n, entry in enumerate(x)]
     if not found:
-        raise Refused("There are no sites: give at least one (X, y).")
+        raise DataError("There are no sites: give at least one (X, y).")
     if twice := [name for name, _ in found if [n for n, _ in found].count(name) > 1]:
-        raise Refused(f"Two sites are called {twice[0]!r}: rename one of them.")
+        raise DataError(f"Two sites are called {twice[0]!r}: rename one of them.")
     return found
 
 
@@ -130,29 +130,29 @@ def _site(name: str, entry: Any, target: str | None) -> Site:
     elif isinstance(entry, torch.utils.data.Dataset):
         x, y = _rows(where, entry)
     else:
-        raise Refused(
-            f"{where.capitalize()} is a {type(entry).__name__}, expected a pair (X, y), a data set or a data frame."
+        raise DataError(
+            f"{where.capitalize()} is a {type(entry).__name__}, expected a pair (X, y), a dataset or a data frame."
         )
     values, schema = as_table(x, where)
     labels = column_or_1d(_array(y), warn=True)
     if len(values) != len(labels):
-        raise Refused(
-            f"{where.capitalize()} holds {len(values)} examples and {len(labels)} labels; they must be equal."
+        raise DataError(
+            f"{where.capitalize()} has {len(values)} examples and {len(labels)} labels; the numbers must be equal."
         )
     return Site(name, values, labels, schema)
 
 
 def _columns(where: str, table: Mapping[Any, Any], target: str | None) -> tuple[Any, Any]:
-    """Divide a table into features and target, which is called `label` unless the user says otherwise."""
+    """Divide a table into features and target; by default the target is `label`, `labels`, `target` or `y`."""
     wanted = target or next((c for c in ("label", "labels", "target", "y") if c in table), None)
     if wanted is None or wanted not in table:
-        named = f"has no column {target!r}" if target else "does not say which column is to be predicted"
-        raise Refused(f"{where.capitalize()} {named}; its columns are {', '.join(map(str, table))}: set target=….")
+        named = f"has no column {target!r}" if target else "has no target column"
+        raise DataError(f"{where.capitalize()} {named}; its columns are {', '.join(map(str, table))}: set target=….")
     rest = {c: v for c, v in table.items() if c != wanted}
     if len(rest) == 1:
         (only,) = rest.values()
         first = only[0] if not hasattr(only, "iloc") else only.iloc[0]
-        if np.ndim(_array(first)):  # images, or vectors, one in each row
+        if np.ndim(_array(first)):  # one image or vector per row
             return np.stack([_array(v) for v in only]), table[wanted]
     import pandas as pd
 
@@ -162,11 +162,11 @@ def _columns(where: str, table: Mapping[Any, Any], target: str | None) -> tuple[
 def _rows(where: str, data: Any) -> tuple[Any, Any]:
     if hasattr(data, "tensors"):
         if len(data.tensors) != 2:
-            raise Refused(f"{where.capitalize()} is a TensorDataset of {len(data.tensors)} tensors, expected (x, y).")
+            raise DataError(f"{where.capitalize()} is a TensorDataset of {len(data.tensors)} tensors, expected (x, y).")
         return data.tensors
     rows = [data[i] for i in range(len(data))]
     if not rows:
-        raise Refused(f"{where.capitalize()} has no examples.")
+        raise DataError(f"{where.capitalize()} has no examples.")
     return np.stack([_array(x) for x, _ in rows]), np.array([_array(y).item() for _, y in rows])
 
 
@@ -177,14 +177,14 @@ def _array(x: Any) -> np.ndarray:
 
 
 def as_table(x: Any, where: str = "the data") -> tuple[np.ndarray, Schema]:
-    """Return examples as an array of numbers, and the columns of a table; an array's are numbered."""
+    """Return examples as an array of numbers, and its columns; those of a plain array are numbered."""
     if _is_frame(x):
         names = [str(c) for c in x.columns]
         if len(set(names)) < len(names):
-            raise Refused(f"{where.capitalize()} has two columns of one name.")
+            raise DataError(f"{where.capitalize()} has two columns with the same name.")
         values, schema = table_of(where, {n: x.iloc[:, i] for i, n in enumerate(names)})
         if not len(values):
-            raise Refused(f"Found array with 0 sample(s) in {where}, while a minimum of 1 is required.")
+            raise DataError(f"Found array with 0 sample(s) in {where}, while a minimum of 1 is required.")
         return values, schema
     array = _array(x) if isinstance(x, Tensor) else x
     kept = check_array(array, allow_nd=True, ensure_all_finite="allow-nan", dtype="numeric", copy=False)
@@ -194,7 +194,7 @@ def as_table(x: Any, where: str = "the data") -> tuple[np.ndarray, Schema]:
 def _by_group(whole: Site, groups: Any) -> list[Site]:
     names = _array(groups)
     if names.shape != (len(whole),):
-        raise Refused(f"groups has shape {names.shape}, expected one site's name for each of {len(whole)} rows.")
+        raise DataError(f"groups has shape {names.shape}, expected one site's name for each of {len(whole)} rows.")
     found = np.unique(names.astype(str))
     return [
         Site(str(name), whole.x[rows], whole.y[rows], whole.schema)
@@ -209,7 +209,7 @@ def _by_group(whole: Site, groups: Any) -> list[Site]:
 
 @dataclass(frozen=True)
 class Channels:
-    """What turns images and other arrays into model inputs: a scale for every channel (axis 1)."""
+    """Encodes images and other arrays as model inputs, scaled per channel (axis 1)."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -218,41 +218,42 @@ class Channels:
     def __call__(self, x: np.ndarray, schema: Schema = (), where: str = "The data") -> Tensor:
         """Scale."""
         if not np.isfinite(x).all():
-            raise Refused("Input contains NaN: arrays of more than two axes must be complete.")
+            raise DataError("Input contains NaN: arrays of more than two axes must be complete.")
         shape = (-1, *(1,) * (x.ndim - 2))
         scaled = (x - self.mean.reshape(shape)) / self.deviation.reshape(shape)
         return torch.from_numpy(scaled.astype(np.float32))
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON."""
+        """Return the encoding as JSON."""
         return {"kind": "channels", "mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
 
 
 InputEncoding = TableEncoding | Channels
-"""What turns a site's examples into model inputs."""
+"""Encodes a site's examples as model inputs."""
 
 
 def encoding_from_json(found: Mapping[str, Any]) -> InputEncoding:
-    """Return what `to_json` wrote."""
+    """Return an encoding from `to_json`."""
     if found["kind"] == "channels":
         return Channels(np.array(found["mean"]), np.array(found["deviation"]))
     return TableEncoding.from_json(found)
 
 
 def common_encoding(sites: Sequence[Site], *, scaled: bool = True, mark_gaps: bool = True) -> InputEncoding:
-    """Return the encoding that all sites agree on; each shares counts, sums and sums of squares, and no rows.
+    """Return the common encoding of all sites; each shares counts, sums and sums of squares, but no rows.
 
-    Without `scaled`, columns are only aligned. With `mark_gaps`, a feature with gaps gets an input "is missing".
+    Without `scaled`, columns are only aligned. With `mark_gaps`, a feature with missing values gets an extra input "is
+    missing".
     """
     if all(site.schema for site in sites):
         try:
             made = encode({site.name: (site.x, site.schema) for site in sites}, mark_gaps=scaled and mark_gaps)
         except NestfedError as error:
-            raise Refused(str(error)) from None
+            raise DataError(str(error)) from None
         return replace(made, scaled=scaled)
     shapes = {site.x.shape[1:] for site in sites}
     if len(shapes) > 1:
-        raise Refused(f"The sites' examples have different shapes: {', '.join(map(str, sorted(shapes)))}.")
+        raise DataError(f"The sites' examples have different shapes: {', '.join(map(str, sorted(shapes)))}.")
     channels = sites[0].x.shape[1]
     if not scaled:
         return Channels(np.zeros(channels), np.ones(channels))
@@ -265,16 +266,16 @@ def common_encoding(sites: Sequence[Site], *, scaled: bool = True, mark_gaps: bo
 
 
 def inputs(encoding: InputEncoding, x: np.ndarray, schema: Schema, where: str = "X") -> Tensor:
-    """Return model inputs of a table that may be an array without names; an array's columns are taken in order."""
+    """Return a table as model inputs; columns without names are matched by position."""
     if isinstance(encoding, TableEncoding):
         if not schema:
-            raise Refused(f"{where} has the shape {x.shape}, expected a table of {len(encoding.schema)} columns.")
+            raise DataError(f"{where} has shape {x.shape}, expected a table of {len(encoding.schema)} columns.")
         plain = all(column.categories is None for column in encoding.schema)
         if schema == numbered(len(encoding.schema)) and plain:
             schema = encoding.schema
     try:
         return encoding(x, schema, where)
-    except Refused:
+    except DataError:
         raise
     except NestfedError as error:
-        raise Refused(str(error)) from None
+        raise DataError(str(error)) from None

@@ -1,4 +1,4 @@
-"""From one table per site to a trained model and a comparison; `nestfed.study.export` writes what is left of them."""
+"""Train and compare models on one table per site; `nestfed.study.export` writes the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nestfed.data.encoding import Sums, common_schema
 from nestfed.data.tables import as_dataset, label_of, read_columns, require_column
 from nestfed.engine.round import Record
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
-from nestfed.study.lr_find import Found, apart, pairs, sweep
+from nestfed.study.lr_find import StepSearch, apart, pairs, sweep
 from nestfed.study.sites import Site
 
 KINDS: Mapping[str, type[FederatedAUC | FederatedAUPRC | FederatedClassifier]] = {
@@ -43,7 +43,7 @@ KINDS: Mapping[str, type[FederatedAUC | FederatedAUPRC | FederatedClassifier]] =
     "accuracy": FederatedClassifier,
 }
 TRIALS = (0.1, 0.3, 1.0, 3.0, 10.0)
-"""Every method tries these multiples of its default step size on validation rows."""
+"""The multiples of the default step size that each method tries on validation rows."""
 TEST, VALIDATION = 0.25, 0.25
 RESAMPLES = 300
 
@@ -53,7 +53,7 @@ RESAMPLES = 300
 
 @dataclass(frozen=True)
 class Sites:
-    """All sites' tables, alike: y is the number of a class."""
+    """The tables of all sites, with the same columns; y is the index of a class."""
 
     sites: Sequence[Site]
     classes: tuple[str, ...]
@@ -62,10 +62,10 @@ class Sites:
 def read_sites(
     files: Sequence[str | Path], target: str, *, group: str = "", drop: Sequence[str] = (), positive: str = ""
 ) -> Sites:
-    """Read one table per site and make them alike: the same classes, the same kind of every column."""
+    """Read one table per site, with common classes and column types."""
     paths = [Path(f) for f in files]
     if not paths:
-        raise NestfedError("There are no files: name one table for each site, such as sites/*.csv.")
+        raise NestfedError("There are no files: pass one table for each site, such as sites/*.csv.")
     names = _names(paths)
     raw = [_table(path) for path in paths]
     for path, table in zip(paths, raw):
@@ -81,28 +81,28 @@ def read_sites(
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the sites' names: those of the files, with their folders if that is not enough to tell them apart."""
+    """Return the names of the sites: the names of the files, with their folders if they are not unique."""
     short = [path.name.split(".")[0] for path in paths]
     names = short if len(set(short)) == len(short) else [str(path) for path in paths]
     if len(set(names)) < len(names):
-        raise NestfedError(f"{paths[0].parent} is named twice: every file is one site.")
+        raise NestfedError(f"A file in {paths[0].parent} is named twice: each file is one site.")
     return names
 
 
 def _table(path: Path) -> dict[str, Any]:
     if path.name.lower().endswith(".npz"):
-        raise NestfedError(f"{path} has no named columns: expected a file that ends in .csv, .csv.gz or .parquet.")
+        raise NestfedError(f"{path} has no named columns: expected a .csv, .csv.gz or .parquet file.")
     return read_columns(path)
 
 
 def _classes(paths: Sequence[Path], raw: Sequence[Mapping[str, Any]], target: str, positive: str) -> tuple[str, ...]:
-    """Return the classes of all sites in order, the positive one last."""
+    """Return the classes of all sites in order, with the positive one last."""
     found: set[str] = set()
     for path, table in zip(paths, raw):
         column = table[target]
         if missing := int(column.isna().sum()):
             raise NestfedError(
-                f"Target {target!r} of {path} is missing in {missing:,} of {len(column):,} rows: fill it in or remove "
+                f"Target {target!r} of {path} is missing in {missing:,} of {len(column):,} rows: fill in or remove "
                 "these rows."
             )
         found |= {label_of(v) for v in column.tolist()}
@@ -141,16 +141,16 @@ def find_kind(objective: str) -> type[FederatedAUC | FederatedAUPRC | FederatedC
     return KINDS[objective]
 
 
-class Own(NamedTuple):
-    """The broadcast, which nobody uses, and the client's own model."""
+class AloneState(NamedTuple):
+    """The broadcast, which is not used, and the client's own model."""
 
     x: Tensor
     own: Tensor
 
 
 @dataclass(frozen=True)
-class Alone(Algorithm[Differentiable, Own]):
-    """Every site by itself: its model stays there and nothing is averaged."""
+class Alone(Algorithm[Differentiable, AloneState]):
+    """Train each site alone: its model stays there and nothing is averaged."""
 
     eta: Schedule
 
@@ -162,33 +162,33 @@ class Alone(Algorithm[Differentiable, Own]):
     def __post_init__(self) -> None:
         positive(self, "eta")
 
-    def init(self, problem: Differentiable, x0: Tensor) -> Own:
+    def init(self, problem: Differentiable, x0: Tensor) -> AloneState:
         """Start at x0."""
-        return Own(x0, x0)
+        return AloneState(x0, x0)
 
-    def step(self, problem: Differentiable, s: Own, batch: Batch, t: int) -> Own:
+    def step(self, problem: Differentiable, s: AloneState, batch: Batch, t: int) -> AloneState:
         """One gradient step of the client's own model."""
         return s._replace(own=problem.project(s.own - at(self.eta, t) * problem.grad(s.own, batch)))
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one way of training came to."""
+    """The result of one way of training."""
 
     name: str
     scores: np.ndarray
-    """On the test rows of all sites, (rows,) or (rows, classes); of local training one such array for each site."""
+    """Scores on the test rows of all sites, (rows,) or (rows, classes); with a first axis of sites for local training."""
     values: Mapping[str, float]
     inside: float
-    """The mean over sites of the metric on their own test rows."""
+    """The metric on each site's own test rows, averaged over sites."""
     lr: float
     trials: Mapping[float, float]
     history: Sequence[Record] = ()
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Everything that a report and a model card need."""
+class StudyResult:
+    """The result of a study: all that the report and the model card need."""
 
     estimator: Any
     metric: str
@@ -198,18 +198,18 @@ class Outcome:
     trained: Sequence[Trained]
     labels: np.ndarray
     owner: np.ndarray
-    """The number of the site that a test row is from."""
+    """The site number of each test row."""
     interval: tuple[float, float]
     """95 %, by bootstrap over test rows."""
     gain: tuple[float, float, float] | None
-    """Over FedAvg: the difference, above 0 if better, and its 95 % interval, by paired bootstrap."""
+    """The difference to FedAvg, above 0 if better, and its 95 % interval, by paired bootstrap."""
     rows: Mapping[str, int]
     grouped: str
     seconds: float
 
     @property
     def best(self) -> Trained:
-        """The model that is saved."""
+        """The saved model."""
         return self.trained[0]
 
 
@@ -224,23 +224,23 @@ def train(
     grouped: str = "",
     seed: int = 0,
     tell: Callable[[str], None] = lambda sentence: None,
-) -> Outcome:
-    """Tune on validation rows, train on all but the test rows, and compare with FedAvg and with every site alone.
+) -> StudyResult:
+    """Tune on validation rows, train on all but the test rows, and compare with FedAvg and with each site alone.
 
-    Each way of training has the same trials, batch size, rounds and local steps. The test rows of each site are set aside
-    first; nothing is chosen by them.
+    All ways of training have the same trials, batch size, rounds and local steps. Each site first holds out its test
+    rows, which affect no choice.
     """
     kind = find_kind(objective)
     if objective != "accuracy" and len(data.classes) > 2:
         raise NestfedError(
             f"{objective} is for two classes, but {target!r} has {len(data.classes)} ({', '.join(data.classes)}): "
-            "take --objective accuracy."
+            "use --objective accuracy."
         )
     began = time.perf_counter()
     rest, test = apart(data.sites, TEST, seed)
     fitting, validation = apart(rest, VALIDATION, seed + 1)
-    _refuse_one_class(target, data.classes, fitting, "training")
-    _refuse_one_class(target, data.classes, test, "test")
+    _reject_one_class(target, data.classes, fitting, "training")
+    _reject_one_class(target, data.classes, test, "test")
     judge = _Judge(kind.metric, test)
     common: dict[str, Any] = {"rounds": rounds, "q": q, "hidden": tuple(hidden), "random_state": seed}
     trying = max(1, rounds // 2)  # enough to rank step sizes
@@ -254,7 +254,7 @@ def train(
         )
         found = sweep(clone(way).set_params(rounds=trying), fitting, validation, (), TRIALS, judge.metric.name)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", advice.TheoryWarning)  # the step size was measured
+            warnings.simplefilter("ignore", advice.TheoryWarning)  # the step size was tuned
             final = way.set_params(lr=found.best).fit(pairs(rest), eval_set=pairs(test))
         scores = judge.scores(final, final._scores)
         trials = dict(zip(found.lrs, found.values))
@@ -268,17 +268,17 @@ def train(
         "of these for tuning": sum(map(len, validation)),
         "test": len(judge.labels),
     }
-    return Outcome(
+    return StudyResult(
         fitted[0].set_params(lr=trained[0].lr), judge.metric.name, data.classes, target, objective, trained, judge.labels,
         judge.owner, interval, gain, rows, grouped, time.perf_counter() - began,
     )  # fmt: skip
 
 
-def _refuse_one_class(target: str, classes: Sequence[str], sites: Sequence[Site], which: str) -> None:
+def _reject_one_class(target: str, classes: Sequence[str], sites: Sequence[Site], which: str) -> None:
     found = np.unique(np.concatenate([site.y for site in sites]))
     if len(found) < 2:
         raise NestfedError(
-            f"All {which} rows of all sites have {target} = {classes[int(found[0])]}: more rows of the other class are needed."
+            f"All {which} rows of all sites have {target} = {classes[int(found[0])]}: add rows of the other class."
         )
 
 
@@ -301,18 +301,18 @@ class _Judge:
         return metrics.judge(scores[rows], self.labels[rows], log_odds=self.metric.scores == "log-odds")
 
     def value(self, scores: np.ndarray, rows: Any) -> float:
-        """Return the metric that decides on some of the rows."""
+        """Return the main metric on some of the rows."""
         return self.metric(scores[rows], self.labels[rows])
 
     def inside(self, scores: np.ndarray) -> float:
-        """Return the mean over sites of the metric on their own rows, where it is defined."""
+        """Return the metric on each site's own rows, averaged over the sites where it is defined."""
         each = [self.value(scores, self.owner == n) for n in np.unique(self.owner)]
         return float(np.nanmean(each)) if np.isfinite(each).any() else float("nan")
 
     def trained(
         self, name: str, scores: np.ndarray, lr: float, trials: Mapping[float, float], history: Sequence[Any]
     ) -> Trained:
-        """Sum up one way of training."""
+        """Return the result of one way of training."""
         return Trained(name, scores, self.values(scores), self.inside(scores), lr, trials, history)
 
 
@@ -325,7 +325,7 @@ def _alone(
     rest: Sequence[Site],
     judge: _Judge,
 ) -> Trained:
-    """Train every site by itself, with FedAvg's trials; return the mean over sites of how well it does on all rows."""
+    """Train each site alone, with the trials of FedAvg; average the sites' metrics on all rows."""
 
     def models(lr: float, sites: Sequence[Site], rounds: int) -> tuple[FederatedClassifier, list[nn.Module]]:
         with warnings.catch_warnings():
@@ -343,11 +343,11 @@ def _alone(
     for lr in lrs:
         try:
             made, found = models(lr, fitting, trying)
-        except DivergedError:  # too large a step for one of the sites
+        except DivergedError:  # the step is too large for one of the sites
             trials[lr] = float("nan")
         else:
             trials[lr] = float(np.nanmean([held.value(held.scores(made, one), slice(None)) for one in found]))
-    lr = Found(judge.metric.name, tuple(trials), tuple(trials.values())).best
+    lr = StepSearch(judge.metric.name, tuple(trials), tuple(trials.values())).best
     made, found = models(lr, rest, common["rounds"])
     scores = np.stack([judge.scores(made, one) for one in found])
     each = [judge.values(s) for s in scores]
@@ -360,7 +360,7 @@ def _alone(
 def _bootstrap(
     trained: Sequence[Trained], judge: _Judge, seed: int
 ) -> tuple[tuple[float, float], tuple[float, float, float] | None]:
-    """Return the 95 % interval of the first model's metric, and of its gain over FedAvg, by resampled test rows."""
+    """Return 95 % intervals of the first model's metric and of its gain over FedAvg, by resampling test rows."""
     rng = np.random.default_rng(seed)
     draws = [rng.integers(len(judge.labels), size=len(judge.labels)) for _ in range(RESAMPLES)]
     draws = [d for d in draws if len(np.unique(judge.labels[d])) > 1]
@@ -377,23 +377,23 @@ def _bootstrap(
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Predicting
+# Prediction
 
 
 def load(place: Path) -> tuple[Any, dict[str, Any]]:
-    """Read a model that `nestfed train` wrote, by its own directory or that of the training run."""
+    """Load a model of `nestfed train`, from its own directory or that of the training run."""
     found = next((p for p in (place, place / "model") if (p / "table.json").is_file()), None)
     if found is None:
-        raise NestfedError(f"{place} holds no model: expected the directory that `nestfed train` wrote.")
-    told = json.loads((found / "table.json").read_text(encoding="utf-8"))
-    return KINDS[told["objective"]].load(found), told
+        raise NestfedError(f"{place} contains no model: expected the output directory of `nestfed train`.")
+    table = json.loads((found / "table.json").read_text(encoding="utf-8"))
+    return KINDS[table["objective"]].load(found), table
 
 
 def predict(place: Path, file: Path, out: Path) -> int:
-    """Write the probability of every class for the rows of a table; return how many rows there were."""
+    """Write the probability of each class for the rows of a table; return the number of rows."""
     import pandas as pd
 
-    estimator, told = load(place)
+    estimator, table = load(place)
     raw = _table(file)
     needed = [column.name for column in estimator.scale_.schema]
     for name in needed:
@@ -402,7 +402,7 @@ def predict(place: Path, file: Path, out: Path) -> int:
     if not len(frame):
         raise NestfedError(f"{file} has no rows.")
     values = estimator.predict_proba(frame)
-    classes = told["classes"]
+    classes = table["classes"]
     answers = np.asarray(classes)[estimator.predict(frame)]
     binary = len(classes) == 2
     head = ["row", *(["probability"] if binary else [f"probability of {c}" for c in classes]), "prediction"]

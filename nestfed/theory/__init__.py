@@ -1,8 +1,8 @@
-"""What the theorems prescribe and promise: step sizes, bounds term by term, conditions, complexities.
+"""The theorems in numbers: step sizes, bounds term by term, conditions, complexities.
 
-`prescribe("fcsg", N=16, T=10000).lines()` is the whole story as text. S_F, L_F and L are the smoothness of
-the whole objective, derived from the constants of its layers as each paper does. Where a printed formula does
-not follow from its own proof, the docstring says in one sentence which one is used here.
+`prescribe("fcsg", N=16, T=10000).lines()` gives all of it as text. S_F, L_F and L are the smoothness constants of
+the whole objective, derived from those of its layers as in each paper. Where a printed formula does not follow from
+its proof, the docstring says which one is used here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def method(name: str) -> Method:
-    """The row of a method; an unknown name is answered with the nearest one."""
+    """Return the row of a method; for an unknown name, suggest the nearest one."""
     key = name.lower().replace("_", "-")
     if key not in METHODS:
         near = difflib.get_close_matches(key, METHODS, n=1)
@@ -43,16 +43,16 @@ def method(name: str) -> Method:
 
 
 def prescribe(name: str, **constants: Any) -> Prescription:
-    """What the theorem of a method prescribes for a problem with these constants."""
+    """Return what a method's theorem prescribes for a problem with these constants."""
     row = method(name)
     missing = [n for n in row.required if constants.get(n) is None]
     if missing:
         rest = ", ".join(n if v is None else f"{n}={v:g}" for n, v in row.optional.items())
-        raise NestfedError(f"{row.title} needs {join(missing)}; optional are {rest}.")
+        raise NestfedError(f"{row.title} needs {join(missing)}; optional constants are {rest}.")
     known = [*row.required, *row.optional]
     for n in constants:
         if n not in known:
             near = difflib.get_close_matches(n, known, n=1, cutoff=0.5)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise NestfedError(f"{row.title} has no constant {n!r}{hint}; it knows {join(known)}.")
+            raise NestfedError(f"{row.title} has no constant {n!r}{hint}; it has {join(known)}.")
     return row.prescribe(row.constants(**constants))

@@ -69,7 +69,7 @@ def fafed_bound(p: Prescription, printed: bool = False) -> Bound:
 
     Σ η_t³ is summed exactly (with the prescribed q the schedule is flat up to T); `printed` bounds it by
     ρ³h̄³(ln T + 1) as the paper does. Theorem 2 simplifies it with two slips: its first term lacks a factor
-    1/ρ, and its 3ζ²/2 must read 3ζ².
+    1/ρ, and its 3ζ²/2 should be 3ζ².
     """
     k, eta, c = kind(p, AdaptiveConstants), p["eta"], ratio(p, "alpha")
     span = at(eta, k.T) * k.T
@@ -116,7 +116,7 @@ def stem(k: StemConstants) -> Prescription:
     4096L³q³κ̄³ − σ²t and c³κ̄³/(4096L³q³), so that η_t ≤ 1/(16Lq). A given w is constant in t.
     """
     if k.sigma == 0:
-        raise NestfedError("STEM's schedule needs sigma > 0: with exact gradients a constant step serves.")
+        raise NestfedError("STEM's schedule needs sigma > 0: with exact gradients a constant step is enough.")
     q = floor((k.T / k.N**2) ** (1 / 3))
     kappa = k.kappa_bar or (k.b * k.N) ** (2 / 3) * k.sigma ** (2 / 3) / k.L
     c = k.c or 64 * k.L**2 / (k.b * k.N) + k.sigma**2 / (24 * kappa**3 * k.L * q)

@@ -1,4 +1,4 @@
-"""The parts that all theorems share: constants, schedules, bounds, and what a theorem prescribes."""
+"""Shared by all theorems: constants, schedules, bounds and prescriptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ K = TypeVar("K", bound="Constants")
 
 @dataclass(frozen=True)
 class CubeRoot:
-    """η_t = scale / (w_t + slope·t)^(1/3) with w_t = max(least, start − slope·t): flat at first, then falling."""
+    """η_t = scale / (w_t + slope·t)^(1/3) with w_t = max(least, start − slope·t): first constant, then decreasing."""
 
     scale: float
     start: float
@@ -22,7 +22,7 @@ class CubeRoot:
     slope: float = 1.0
 
     def __call__(self, t: int) -> float:
-        """The value at iteration t."""
+        """Return the value at iteration t."""
         return float(self.scale / max(self.least + self.slope * t, self.start) ** (1 / 3))
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Squared:
     lag: int = 0
 
     def __call__(self, t: int) -> float:
-        """The value at iteration t."""
+        """Return the value at iteration t."""
         return 1.0 if t < self.lag else min(1.0, self.c * at(self.eta, t - self.lag) ** 2)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Squared:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What every theorem needs: N clients, T iterations, b examples per batch, F0 the gap F(x_0) − F*."""
+    """The constants of every theorem: N clients, T iterations, b examples per batch, F0 the gap F(x_0) − F*."""
 
     N: int
     T: int
@@ -69,9 +69,9 @@ class Constants:
                 raise NestfedError(f"The constant {f.name} must be a whole number of at least 1, not {value!r}.")
             if f.name in self.may_vanish:
                 if value < 0:
-                    raise NestfedError(f"The constant {f.name} must not be negative, but is {value!r}.")
+                    raise NestfedError(f"The constant {f.name} must be at least 0, not {value!r}.")
             elif value <= 0:
-                raise NestfedError(f"The constant {f.name} must be positive, but is {value!r}.")
+                raise NestfedError(f"The constant {f.name} must be positive, not {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Bound:
         return max(self.terms, key=lambda name: self.terms[name])
 
     def lines(self) -> list[str]:
-        """One line per term with its share."""
+        """Return one line per term with its share."""
         total = self.total
         width = max(len(name) for name in (*self.terms, "total"))
         rows = [f"bound on {self.measure}"]
@@ -152,12 +152,12 @@ COMPLEXITY: dict[str, Complexity] = {
     "fedadagrad": Complexity(4, 4),
     "fedams": Complexity(4, 4),
 }
-"""As the four papers state them, also for the methods that they compare with."""
+"""As stated in the four papers, including the methods that they compare with."""
 
 
 @dataclass(frozen=True)
 class Prescription:
-    """The theorem's settings for given constants; `replace` tries others against the same theorem."""
+    """The theorem's settings for given constants; use `replace` to evaluate the theorem at other settings."""
 
     method: str
     constants: Constants
@@ -173,29 +173,29 @@ class Prescription:
                 raise NestfedError(f"{self.method}: {name} must be a whole number of at least 1, not {value!r}.")
 
     def __getitem__(self, name: str) -> Schedule:
-        """A step size or weight by its name in the paper."""
+        """Return a step size or weight by its name in the paper."""
         if name not in self.steps:
             raise NestfedError(f"{self.method} prescribes {join(self.steps)}, but not {name!r}.")
         return self.steps[name]
 
     def replace(self, **changes: Any) -> Prescription:
-        """The same problem with other step sizes, weights, q, B or m."""
+        """Return the same problem with other step sizes, weights, q, B or m."""
         own = {k: changes.pop(k) for k in ("q", "B", "m") if k in changes}
         for name in changes:
             self[name]
         return replace(self, steps={**self.steps, **changes}, **own)
 
     def bound(self) -> Bound | None:
-        """The theorem's right-hand side at these settings; None for STEM, whose schedule alone is kept here."""
+        """Return the theorem's right-hand side at these settings; None for STEM, for which only the schedule exists."""
         rule = METHODS[self.method].bound
         return None if rule is None else rule(self)
 
     def violated(self) -> list[str]:
-        """The theorem's conditions that these settings break, one sentence each."""
+        """Return the violated conditions of the theorem, one sentence each."""
         return METHODS[self.method].violated(self)
 
     def lines(self) -> list[str]:
-        """Everything as text: settings, bound term by term, conditions, complexity."""
+        """Return settings, bound term by term, conditions and complexity as text."""
         method, k = METHODS[self.method], self.constants
         given = ", ".join(f"{n} = {v:.6g}" for n, v in asdict(k).items() if v is not None)
         rows = [f"{method.title}: {method.source}", f"constants: {given}"]
@@ -205,10 +205,10 @@ class Prescription:
             text = str(value) if callable(value) else f"{value:.6g}"
             first = f", {at(value, 1):.4g} at t = 1" if callable(value) else ""
             rows.append(f"{name} = {text}{first}")
-        rows.append(f"q = {self.q} iterations per round, {math.ceil(k.T / self.q)} rounds in all")
+        rows.append(f"q = {self.q} iterations per round, {math.ceil(k.T / self.q)} rounds in total")
         rows.append(f"B = {self.B} examples at the start, then b = {k.b}")
         if self.m is not None:
-            rows.append(f"m = {self.m} inner examples for each outer one")
+            rows.append(f"m = {self.m} inner examples per outer example")
         bound = self.bound()
         if bound is not None:
             rows += bound.lines()
@@ -221,7 +221,7 @@ class Prescription:
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table: which constants, which rules."""
+    """A method's theorem: its constants and rules."""
 
     title: str
     source: str
@@ -242,7 +242,7 @@ class Method:
 
 
 METHODS: dict[str, Method] = {}
-"""Every method with a theorem; the files of the families fill it."""
+"""Every method with a theorem, filled by the modules of the families."""
 
 
 def join(names: Mapping[str, Any] | list[str]) -> str:
@@ -252,12 +252,12 @@ def join(names: Mapping[str, Any] | list[str]) -> str:
 
 
 def floor(x: float) -> int:
-    """Whole number just below x, at least 1: a shorter round never breaks a theorem."""
+    """Round down, to at least 1: a shorter round never violates a theorem."""
     return max(1, math.floor(x * (1 + 1e-12)))
 
 
 def ceil(x: float) -> int:
-    """Whole number just above x, at least 1: a larger batch never breaks a theorem."""
+    """Round up, to at least 1: a larger batch never violates a theorem."""
     return max(1, math.ceil(x * (1 - 1e-12)))
 
 
@@ -275,7 +275,7 @@ def number(p: Prescription, name: str) -> float:
     """Return a step size or weight that must not depend on t."""
     value = p[name]
     if callable(value):
-        raise NestfedError(f"The theorem of {p.method} is about a constant {name}, not one that changes with t.")
+        raise NestfedError(f"The theorem of {p.method} needs a constant {name}, not a schedule.")
     return float(value)
 
 
@@ -307,17 +307,17 @@ def sum_of_cubes(eta: Schedule, T: int, first: int, printed: bool) -> float:
 
 
 def ratio(p: Prescription, weight: str) -> float:
-    """The c of weight = cη²."""
+    """Return the c in weight = cη²."""
     value, eta = p[weight], p["eta"]
     if isinstance(value, Squared):
         return value.c
     if callable(value) or callable(eta):
-        raise NestfedError(f"{p.method}: {weight} must be Squared(c, eta), or a number together with a number eta.")
+        raise NestfedError(f"{p.method}: {weight} must be Squared(c, eta), or a number if eta is a number.")
     return float(value / eta**2)
 
 
 def kind(p: Prescription, kind: type[K]) -> K:
-    """Return the constants in their own type."""
+    """Return the constants as type `kind`."""
     if not isinstance(p.constants, kind):
         raise NestfedError(f"{p.method} needs {kind.__name__}, not {type(p.constants).__name__}.")
     return p.constants

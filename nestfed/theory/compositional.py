@@ -65,9 +65,9 @@ def local_scgdm(k: CompositionalConstants) -> Prescription:
 
 
 def local_scgdm_bound(p: Prescription) -> Bound:
-    """Theorem 3.4, where two things printed do not follow from its proof and are mended.
+    """Theorem 3.4, with two corrections from its proof.
 
-    The three variance terms carry 4, not 2, since Eq. 41 is divided by βη/2; the tracked value's start carries
+    The three variance terms have the factor 4, not 2, because Eq. 41 is divided by βη/2. The initial inner value has
     L_f², not L_g², as in the potential function (Eq. 39). The bound does not improve with the number of clients.
     """
     k, eta = kind(p, CompositionalConstants), number(p, "eta")

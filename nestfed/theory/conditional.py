@@ -27,7 +27,7 @@ from nestfed.theory.base import (
 class ConditionalConstants(Constants):
     """FCSG's family: f is L_f-Lipschitz and S_f-smooth, g likewise, σ_g² bounds the variance of g.
 
-    m, the inner batch, is prescribed when it is not given; B is the initial batch of FCSG and FCSG-M.
+    m is the inner batch, prescribed unless given; B is the initial batch of FCSG and FCSG-M.
     """
 
     L_f: float = 1.0
@@ -43,7 +43,7 @@ class ConditionalConstants(Constants):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.S_f == 0 and self.S_g == 0:
-            raise NestfedError("S_f and S_g cannot both be 0: F would be linear and have no minimum.")
+            raise NestfedError("S_f and S_g cannot both be 0: F would be linear, without a minimum.")
 
     @property
     def S_F(self) -> float:  # noqa: N802 - the paper's name
@@ -102,7 +102,7 @@ def fcsg_violated(p: Prescription) -> list[str]:
 
 
 def fcsg_m(k: ConditionalConstants) -> Prescription:
-    """Corollary 4.5: FCSG's α and q, with β = 5S_Fα (Theorem 4.4 prints 5S_Fη, there is no η)."""
+    """Corollary 4.5: FCSG's α and q, with β = 5S_Fα (Theorem 4.4 prints 5S_Fη, but has no η)."""
     base = fcsg(k)
     alpha = number(base, "alpha")
     return replace(base, method="fcsg-m", steps={"alpha": alpha, "beta": 5 * k.S_F * alpha})
@@ -132,7 +132,7 @@ def fcsg_m_violated(p: Prescription) -> list[str]:
     rate = alpha * k.S_F
     least = 4 * rate / math.sqrt(1 - rate) if rate < 1 else math.inf
     return fcsg_violated(p) + broken(
-        (0 < beta <= 1, f"beta = {beta:.4g} must lie in (0, 1]."),
+        (0 < beta <= 1, f"beta = {beta:.4g} must be in (0, 1]."),
         (
             at_most(least, beta),
             f"beta = {beta:.4g} must be at least 4 alpha S_F / sqrt(1 - alpha S_F) = {least:.4g}, "
@@ -161,7 +161,7 @@ def acc_fcsg_m(k: ConditionalConstants) -> Prescription:
 
 
 def acc_fcsg_m_bound(p: Prescription) -> Bound:
-    """Theorem 4.7 with c = β/α², and L_f²L_g² in the last term: it prints L_f², but Lemma A.2 c is what it uses."""
+    """Theorem 4.7 with c = β/α², and L_f²L_g² in the last term: it prints L_f², but uses Lemma A.2 c."""
     k, alpha, beta = kind(p, ConditionalConstants), number(p, "alpha"), number(p, "beta")
     c = beta / alpha**2
     return Bound(
@@ -187,7 +187,7 @@ def acc_fcsg_m_violated(p: Prescription) -> list[str]:
     least, most = 30 / (k.b * k.N) * unit, 81 * p.q * unit
     return broken(
         (at_most(alpha, limit), f"alpha = {alpha:.4g} must be at most 1/(12 q S_F) = {limit:.4g}."),
-        (0 < beta <= 1, f"beta = {beta:.4g} must lie in (0, 1]."),
+        (0 < beta <= 1, f"beta = {beta:.4g} must be in (0, 1]."),
         (
             at_most(least, beta),
             f"beta = {beta:.4g} must be at least 30 S_F^2 alpha^2 / (b N) = {least:.4g}.",

@@ -55,8 +55,8 @@ class MinimaxConstants(Constants):
 def fmgda(k: MinimaxConstants) -> Prescription:
     """Corollary 1 and Remark 1: η_t = h̄/(e_t+t)^(1/3), h̄ = N^(2/3)/L, α_t = β_t = c1η_t², q = (T/N²)^(1/3), B = bq.
 
-    The theorem only limits c and ĉ: here c is 99 % of its strict limit, ĉ = √(17/14400)·c/κ². That is what
-    29/480 − 2/480 − 30κ⁴(ĉ/c)² ≥ 0 in the proof needs; the printed 17/1440 and 11/2880 are too large for it.
+    The theorem only limits c and ĉ. Here c is 99 % of its strict limit and ĉ = √(17/14400)·c/κ², as
+    29/480 − 2/480 − 30κ⁴(ĉ/c)² ≥ 0 in the proof requires; the printed 17/1440 and 11/2880 are too large for it.
     """
     q = floor((k.T / k.N**2) ** (1 / 3))
     h = k.N ** (2 / 3) / k.L
@@ -82,8 +82,8 @@ def fmgda_bound(p: Prescription, printed: bool = False) -> Bound:
     """Eq. 57, from which Corollary 1 follows, evaluated at the chosen η_t and c1 instead of their upper bounds.
 
     Σ η_t³ is summed exactly (with the prescribed q the schedule is flat up to T); `printed` bounds it by
-    h̄³ ln(T+1) as the paper does. The dual variance carries 5κ²c2²/(2L²), which is what Γ_t gives; from
-    Eq. 53 on it is printed with 5/(μ²L_f²).
+    h̄³ ln(T+1) as the paper does. The dual variance has the factor 5κ²c2²/(2L²), as Γ_t
+    gives; from Eq. 53 on it is printed with 5/(μ²L_f²).
     """
     k, eta = kind(p, MinimaxConstants), p["eta"]
     c_hat, c = number(p, "c_hat"), number(p, "c")
@@ -115,11 +115,11 @@ def fmgda_violated(p: Prescription) -> list[str]:
     most, weight = math.sqrt(17 / 14400) * c / k.kappa**2, 90 * k.L**2 / (k.b * k.N)
     first = at(eta, 0)
     return broken(
-        (k.L_f >= 1, f"L_f = {k.L_f:.4g} must be at least 1, as the proof takes it."),
+        (k.L_f >= 1, f"L_f = {k.L_f:.4g} must be at least 1, as the proof assumes."),
         (k.L_f >= k.mu, f"mu = {k.mu:.4g} must be at most L_f = {k.L_f:.4g}."),
         (
             max(c, c_hat) < limit,
-            f"c = {c:.4g} and c_hat = {c_hat:.4g} must lie below min(1/6, 1/(6L), mu/(6L)) = {limit:.4g}.",
+            f"c = {c:.4g} and c_hat = {c_hat:.4g} must be below min(1/6, 1/(6L), mu/(6L)) = {limit:.4g}.",
         ),
         (at_most(c_hat, most), f"c_hat = {c_hat:.4g} must be at most sqrt(17/14400) c/kappa^2 = {most:.4g}."),
         (at_most(c1, weight), f"c1 = {c1:.4g} must be at most 90 L^2/(b N) = {weight:.4g}, so b <= 600 q N."),

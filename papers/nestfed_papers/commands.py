@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nestfed.cli.main import TensorBoard, say, show_table, status, write_events_below
+from nestfed.cli.main import TensorBoard, echo, show_table, status, write_events_below
 
 
 def reproduce(
@@ -25,7 +25,7 @@ def reproduce(
 
     if list_ or not name:
         show_table(["name", "what it is", "data", "quick", "standard", "full", "memory"], estimate.listing())
-        say("\nTimes are estimates for two cores, tuning included, from measured seconds per round.")
+        echo("\nTimes are estimates for two cores, tuning included, from measured seconds per round.")
         return
     with status() as tell:
         evidence, place = run.reproduce(name, budget, seeds, out, tell=tell)
@@ -33,12 +33,12 @@ def reproduce(
         for data, folder in evidence.meta["folders"].items():
             write_events_below(out / folder, place / "tensorboard" / run.slug(data))
     for data in evidence.data():
-        say(f"[bold]{data}[/bold]")
+        echo(f"[bold]{data}[/bold]")
         show_table(page.header(evidence, data), [page.cells(row, evidence, data) for row in page.rows(evidence, data)])
-        say()
+        echo()
     for claim, verdict in page.verdicts(evidence):
-        say(f"[bold]{verdict.outcome}[/bold]: {claim}. {verdict.figures}")
-    say(f"\nreport   {place / 'report.html'}\nrecords  {place / 'records.jsonl'}")
+        echo(f"[bold]{verdict.outcome}[/bold]: {claim}. {verdict.figures}")
+    echo(f"\nreport   {place / 'report.html'}\nrecords  {place / 'records.jsonl'}")
 
 
 def results(
@@ -50,4 +50,4 @@ def results(
     from nestfed_papers.results import write
 
     names = write(source, records, page)
-    say(f"Wrote {len(names)} reproductions to {page} and {records / 'results.json'}: {', '.join(names) or 'none'}.")
+    echo(f"Wrote {len(names)} reproductions to {page} and {records / 'results.json'}: {', '.join(names) or 'none'}.")

@@ -39,7 +39,7 @@ def read(name: str = "wikitext-2", folder: str | Path | None = None, vocabulary:
     """
     split = load(name, folder)
     if split.train.y.size or split.validation is None:
-        raise NestfedError(f"language needs a text such as wikitext-2, and {name} is none.")
+        raise NestfedError(f"language needs a text such as wikitext-2; {name} is not a text.")
     parts = [np.asarray(p.x, dtype=np.int64) for p in (split.train, split.validation, split.test)]
     if limit:
         parts = [part[:n] for part, n in zip(parts, (limit, limit // 10, limit // 10))]
@@ -53,9 +53,9 @@ def read(name: str = "wikitext-2", folder: str | Path | None = None, vocabulary:
 def cut(parts: Sequence[np.ndarray], words: Sequence[str], size: int) -> tuple[list[np.ndarray], tuple[str, ...]]:
     """Keep the words that are most frequent in the first part, <unk> among them, and number them by frequency."""
     if UNKNOWN not in words:
-        raise NestfedError(f"The text has no word {UNKNOWN}, which rare words are to become.")
+        raise NestfedError(f"The text needs the word {UNKNOWN}, which replaces rare words.")
     if not 2 <= size <= len(words):
-        raise NestfedError(f"problem.vocabulary must lie in 2…{len(words)}, the words of the text, not {size}.")
+        raise NestfedError(f"problem.vocabulary must be 2 to {len(words)}, the words of the text, not {size}.")
     counts = np.bincount(parts[0], minlength=len(words))
     unknown = list(words).index(UNKNOWN)
     counts[unknown] = counts.max() + 1  # always kept
@@ -76,11 +76,10 @@ class TextClients(Clients):
     """Clients with contiguous parts of a text, each in `batch` streams that are read window by window.
 
     A batch is (context, inputs, targets), words in the shape (T, batch). Iteration t reads window t of the client's
-    streams, and begins anew after the last one. The hidden state is carried over from the window before. A method is
-    a pure function of its batch, and a state kept aside would be that of older parameters, would differ between
-    engines and be lost on a resume; so the batch brings the window before along as `context`, through which the
-    model at hand warms up without gradient. That costs one more pass forward, and cuts the memory at one window: what
-    lies further back is forgotten. The first window has no context: its text begins there.
+    streams and starts over after the last one. A method is a pure function of its batch, so the hidden state is not
+    stored between steps: it would belong to older parameters, differ between engines and be lost on resume. Instead, the
+    batch contains the previous window as `context`, on which the current model warms up without gradient. This costs one
+    more forward pass and limits the memory to one window. The first window has no context.
     """
 
     text: Tensor
@@ -145,7 +144,7 @@ def next_word(model: Model, batch: Data) -> Tensor:
 class Language(Minimize):
     """The next word's cross-entropy, with the gradient's norm clipped (0.25 in the FAFED paper).
 
-    Costs count the words that are predicted; the context's pass forward is not counted.
+    Costs count the words that are predicted; the forward pass on the context is not counted.
     """
 
     def __init__(self, model: nn.Module, *, clip: float | None = 0.25) -> None:

@@ -1,8 +1,8 @@
 """Measures of convergence: what the proofs bound, as functions for `simulate(measure=…)`.
 
 A measure maps the shared fields of a run to named numbers; `together` joins several. Each asks for the truth as a
-function: a toy's own `true_grad`, or what `Fixed` computes on a large fixed sample of the clients' data. The clients'
-drift needs no measure, it is a column of every record. Round 0 is before the first estimate, whose value is then 0.
+function: a toy's `true_grad`, or `Fixed` on a large fixed sample of the clients' data. The clients' drift is already a
+column of every record. At round 0 there is no estimate yet; its value is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Gradient = Callable[[Tensor], Tensor]
 
 
 def together(*measures: Measure) -> Measure:
-    """Join measures into one."""
+    """Combine measures into one."""
 
     def joined(shared: Fields) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -123,16 +123,16 @@ class Fixed:
                 break
             if float((new - w).abs().max()) <= precision**0.5 * rate * max(1.0, float(w.abs().max())):
                 return new
-            # F is concave along the step, so a slope that still points forward says that the top was not passed.
+            # F is concave along the step, so if the slope still points forward, the maximum is not passed.
             ahead = self._pair(theta, new)[1]
             if float((ahead * (new - w)).sum()) >= 0:
                 w, slope, rate = new, ahead, 2 * rate
             else:
                 rate /= 2
-        raise NestfedError(f"The best w was not found by {steps} steps of gradient ascent: is F concave in w?")
+        raise NestfedError(f"Gradient ascent did not find the best w in {steps} steps: is F concave in w?")
 
     def _has_tasks(self) -> bool:
-        """Tell whether inner values can be averaged; a task that is made up for one batch has but one."""
+        """Return whether inner values can be averaged; a task generated for one batch has only one value."""
         if not isinstance(self.problem, Composed):
             return False
         try:
@@ -182,5 +182,5 @@ def _like(x: Tensor, batches: Sequence[Data]) -> Sequence[Data]:
 
 def _field(shared: Fields, name: str) -> Tensor:
     if name not in shared:
-        raise NestfedError(f"The method shares {', '.join(shared)}, but no {name!r}.")
+        raise NestfedError(f"The method does not share {name!r}; it shares {', '.join(shared)}.")
     return shared[name]

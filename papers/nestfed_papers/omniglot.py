@@ -64,11 +64,11 @@ def read(folder: str | Path | None = None) -> Characters:
 def by_characters(count: int, clients: int, seed: int, shares: Sequence[int] = CHARACTERS) -> CharacterSplit:
     """Split as in the FCSG paper: 1,028/172/423 characters, those for training over the clients at random."""
     if sum(shares) != count:
-        raise NestfedError(f"omniglot: the split is of {sum(shares)} characters, but there are {count}.")
+        raise NestfedError(f"omniglot: the split needs {sum(shares)} characters, but the data have {count}.")
     order = np.random.default_rng(SPLIT_SEED).permutation(count)
     training, validation, test = np.split(order, np.cumsum(shares)[:2])
     if not 1 <= clients <= len(training):
-        raise NestfedError(f"omniglot: there are characters for 1 to {len(training)} clients, not {clients}.")
+        raise NestfedError(f"omniglot: clients must be 1 to {len(training)}, the training characters, not {clients}.")
     shuffled = np.random.default_rng(seed).permutation(training)
     return CharacterSplit([np.sort(p) for p in np.array_split(shuffled, clients)], [validation], [test])
 
@@ -77,7 +77,7 @@ def by_alphabets(alphabets: Sequence[str], shares: Sequence[int] = ALPHABETS) ->
     """Split as in the Local-SCGDM paper: 33/5/12 alphabets, each alphabet for training one client."""
     names = sorted(set(alphabets))
     if sum(shares) != len(names):
-        raise NestfedError(f"omniglot: the split is of {sum(shares)} alphabets, but there are {len(names)}.")
+        raise NestfedError(f"omniglot: the split needs {sum(shares)} alphabets, but the data have {len(names)}.")
     order = np.random.default_rng(SPLIT_SEED).permutation(len(names))
     held = [np.flatnonzero(np.array(alphabets) == names[i]) for i in order]
     a, b = np.cumsum(shares)[:2]
@@ -85,7 +85,7 @@ def by_alphabets(alphabets: Sequence[str], shares: Sequence[int] = ALPHABETS) ->
 
 
 def _turns() -> Tensor:
-    """Return for each of the four turns the pixel that comes to stand at every place, (4, 784)."""
+    """Return the source pixel of every position for each of the four rotations, (4, 784)."""
     places = torch.arange(28 * 28).view(28, 28)
     return torch.stack([torch.rot90(places, r).reshape(-1) for r in range(TURNS)])
 
@@ -95,7 +95,7 @@ class Episodes:
     """N-way K-shot tasks, drawn from parts of the characters.
 
     A task is N of the part's classes (a character in one of its four turns), and of each class K images as support
-    and others as query, no image being both. Its labels are 0 … N−1 in the order in which the classes were drawn.
+    and others as query, without overlap. Its labels are 0 … N−1 in the order in which the classes were drawn.
     """
 
     characters: Characters
@@ -114,7 +114,9 @@ class Episodes:
             )
         fewest = min(len(part) for part in self.parts)
         if self.ways > TURNS * fewest:
-            raise NestfedError(f"omniglot: {self.ways} ways need as many classes, but one client has {TURNS * fewest}.")
+            raise NestfedError(
+                f"omniglot: ways must be at most {TURNS * fewest}, the classes of the smallest client, not {self.ways}."
+            )
         object.__setattr__(self, "_turned", _turns())
 
     def choose(self, generator: np.random.Generator, part: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -161,7 +163,7 @@ class OmniglotClients(Clients):
         return self.names[n] if self.names else str(n)
 
     def seeded(self, seed: int) -> Self:
-        """Return these clients with this seed, unless they were given one of their own."""
+        """Return these clients with this seed, unless they already have one."""
         return self if self.seed is not None else replace(self, seed=seed)
 
     def sample(self, n: int, t: int) -> Data:

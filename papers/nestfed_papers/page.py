@@ -1,4 +1,4 @@
-"""What a reproduction found, in words and tables, and its report."""
+"""Tables and verdicts of a reproduction, and its report."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def verdicts(evidence: Evidence) -> list[tuple[str, Verdict]]:
 
 
 def published(evidence: Evidence, data: str) -> tuple[Mapping[str, float], float | None]:
-    """Return what the paper gives for a case, and the higher target."""
+    """Return the published values of a case, and the higher target."""
     case = next((c for c in find(evidence.name).cases if c.data == data), None)
     return (case.published, case.higher) if case else ({}, None)
 
 
 def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
-    """Return a case's table: for every method the outcome, the published value, and what targets cost.
+    """Return a case's table: for every method the result, the published value, and the costs of the targets.
 
     Where nothing was published the target is the worst of the methods' final means, which all of them reach.
     """
@@ -72,7 +72,7 @@ def rows(evidence: Evidence, data: str) -> list[dict[str, Any]]:
 
 
 def _offered(evidence: Evidence, data: str) -> dict[str, dict[str, Sequence[float]]]:
-    """Return the numbers that each method could choose from, of step sizes and of whatever had at least three."""
+    """Return the values on each method's grid, for the first setting and for those with at least three values."""
     found = find(evidence.name)
     budget = found.at(evidence.budget)
     case = next((c for c in found.chosen(budget) if c.data == data), None)
@@ -91,7 +91,7 @@ def _offered(evidence: Evidence, data: str) -> dict[str, dict[str, Sequence[floa
 
 
 def _setting(value: Any, offered: Sequence[float]) -> str:
-    """Return a setting as text, marked if it is at the end of what was on offer; a schedule is a table."""
+    """Return a setting as text, marked if it is at the end of its grid; a schedule is a table."""
     if isinstance(value, Mapping):
         return f"({', '.join(f'{k} {v:.3g}' for k, v in value.items())})"
     ends = {max(offered): " (largest)", min(offered): " (smallest)"} if len(offered) > 1 else {}
@@ -99,7 +99,7 @@ def _setting(value: Any, offered: Sequence[float]) -> str:
 
 
 def cost(found: Mapping[str, Any] | None, what: str) -> str:
-    """Return what a target cost, as text: mean ± deviation, and how many seeds reached it if not all."""
+    """Return the cost of a target as text: mean ± deviation, and the number of seeds that reached it if not all."""
     if found is None:
         return ""
     if not found["reached"]:
@@ -210,19 +210,19 @@ def _note(table: Sequence[Mapping[str, Any]]) -> str:
     diverged = any(row["diverged"] for row in table)
     return (
         f"Mean ± standard deviation over {table[0]['seeds']} seeds after {length(table)}. Costs are those of the first "
-        "evaluation at which a seed had reached the target, of all clients together; – means that none did."
-        + (" A run that diverged counts with the last model that was evaluated before." if diverged else "")
+        "evaluation at which a seed reached the target, summed over all clients; – means none did."
+        + (" A diverged run counts with its last evaluated model." if diverged else "")
     )
 
 
 def _curves(evidence: Evidence, data: str) -> Curves:
-    # The loss that a meta-learner records is not the same quantity for all methods.
+    # The recorded loss of a meta-learner is not comparable between methods.
     meta = any(run.training is not None for run in evidence.runs if run.data == data)
     return curves_of_runs(histories(evidence, data), [evidence.metric(data).name, *([] if meta else ["loss"])], data)
 
 
 def histories(evidence: Evidence, data: str) -> dict[str, list[list[Record]]]:
-    """Return the runs of a case as histories, by method, as far as the records hold them."""
+    """Return the recorded part of the histories of a case's runs, by method."""
     found: dict[str, list[list[Record]]] = {}
     for run in (r for r in evidence.runs if r.data == data):
         lines: list[Record] = [
@@ -242,7 +242,7 @@ def histories(evidence: Evidence, data: str) -> dict[str, list[list[Record]]]:
 
 
 def draw(evidence: Evidence, path: Path) -> Path:
-    """Draw a reproduction's curves against rounds from its records, and the training loss where the paper draws it."""
+    """Draw a reproduction's curves against rounds from its records, and the training loss where the paper plots it."""
     cases = {data: histories(evidence, data) for data in evidence.data()}
     metric = evidence.metric(evidence.data()[0]).name
     return overview(cases, [metric, "loss"] if find(evidence.name).losses else [metric], path)

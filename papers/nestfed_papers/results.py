@@ -1,4 +1,4 @@
-"""The page of results: small records collected from reproductions, and what is written from them alone."""
+"""Collect the small records of reproductions, and write the results page from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORDS = "records.jsonl"
 CURVES = "curves.png"
 
 
-def collect(source: Path, records: Path, pictures: Path) -> list[str]:
+def collect(source: Path, records: Path, images: Path) -> list[str]:
     """Copy the records of reproductions (not of quick ones) into `records`/NAME and their figures; return the names."""
     names = []
     for path in sorted(source.glob(f"*/{RECORDS}")):
@@ -32,15 +32,15 @@ def collect(source: Path, records: Path, pictures: Path) -> list[str]:
         if (place / RECORDS).exists():
             evidence = _joined(Evidence.read(place / RECORDS), evidence)
         for figure in evidence.numbers.get("figures", ()):
-            pictures.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path.parent / figure, pictures / f"{evidence.name}-{figure}")
+            images.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path.parent / figure, images / f"{evidence.name}-{figure}")
         evidence.write(place / RECORDS)
         names.append(evidence.name)
     return names
 
 
 def _joined(old: Evidence, new: Evidence) -> Evidence:
-    """Return new records with the cases of the old ones that they lack, if both are of one budget."""
+    """Add the missing cases from the old records to the new ones, if both have the same budget."""
     kept = [data for data in old.data() if data not in new.data()]
     if old.budget != new.budget or not new.runs or not kept:
         return new
@@ -58,18 +58,18 @@ def _has_full(source: Path, name: str) -> bool:
 
 
 def figures(evidence: Evidence) -> list[str]:
-    """Return the pictures of a reproduction: its own, or else the curves, which are drawn from the records."""
+    """Return the figures of a reproduction: its own, or the curves, which are drawn from the records."""
     return list(evidence.numbers.get("figures", ())) or [CURVES] * bool(evidence.runs)
 
 
 def held(records: Path) -> dict[str, Evidence]:
-    """Return the records that are in `records`, in the order of the table of reproductions."""
+    """Read all records in `records`, in the order of the table of reproductions."""
     places = {name: records / name / RECORDS for name in REPRODUCTIONS}
     return {name: Evidence.read(path) for name, path in places.items() if path.exists()}
 
 
 def table(found: dict[str, Evidence]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Return all outcomes: {experiment: {data set: {method: {mean, sd, seeds, published, …}}}}."""
+    """Return all outcomes: {experiment: {dataset: {method: {mean, sd, seeds, published, …}}}}."""
     keys = ("mean", "sd", "seeds", "published", "metric", "rounds", "trials", "to_published", "to_higher")
     return {
         name: {
@@ -134,17 +134,17 @@ def markdown(found: dict[str, Evidence]) -> str:
 def _section(evidence: Evidence) -> list[str]:
     meta = evidence.meta
     text = []
-    told = [f"Budget {evidence.budget}"]
+    facts = [f"Budget {evidence.budget}"]
     if evidence.runs:
         minutes = sum(meta["seconds"].values()) / 60
         split = any(case.splits for case in REPRODUCTIONS[evidence.name].cases)
-        seeds = f"{meta['seeds']} " + ("test sets, all methods tuned anew on each" if split else "seeds")
-        told += [seeds, f"{minutes:.0f} minutes of rounds, tuning included"]
-    told.append(meta["machine"])
-    differs = f" Differs from the paper: {said}" if (said := departs(evidence)) else ""
+        seeds = f"{meta['seeds']} " + ("test sets, all methods tuned on each" if split else "seeds")
+        facts += [seeds, f"{minutes:.0f} minutes of rounds, tuning included"]
+    facts.append(meta["machine"])
+    differs = f" Differs from the paper: {differences}" if (differences := departs(evidence)) else ""
     old = outdated(evidence)
-    changed = f" **Settings have been changed since: {', '.join(old)}.**" if old else ""
-    text += [f"{'; '.join(told)}.{differs}{changed}", ""]
+    changed = f" **Settings have changed since: {', '.join(old)}.**" if old else ""
+    text += [f"{'; '.join(facts)}.{differs}{changed}", ""]
     for data in evidence.data():
         lines = rows(evidence, data)
         text += [f"**{data}** ({length(lines)})", ""]
@@ -164,7 +164,7 @@ def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write(source: Path, records: Path, page: Path) -> list[str]:
-    """Collect what `source` holds, and write `records`/results.json and the page; return the names that are in it."""
+    """Collect the records in `source`, write `records`/results.json and the page, and return the names on it."""
     if not records.is_dir():
         raise NestfedError(f"{records} is not a directory; run this from the root of the repository.")
     collect(source, records, page.parent / "figures")

@@ -1,4 +1,4 @@
-"""Sine waves: regression tasks y = A·sin(x + bπ/5) from a few points each, the classic of meta-learning."""
+"""Sine waves: regression tasks y = A·sin(x + bπ/5) from a few points each, a standard meta-learning problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nestfed.problems.objective import Generated, Made, Setting
 AMPLITUDES = PHASES = (1, 2, 3, 4, 5)
 """The 25 training tasks are all pairs of these (Local-SCGDM paper)."""
 LOW, HIGH = -5.0, 5.0
-"""Where the points are."""
+"""The interval of the points."""
 
 
 def wave(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class SineClients(Clients):
                 f"sine: the number of clients must divide the {total} tasks, and {self.clients} does not."
             )
         if not 1 <= self.tasks <= self.held:
-            raise NestfedError(f"sine: tasks must lie in 1…{self.held}, the tasks on a client, not {self.tasks}.")
+            raise NestfedError(f"sine: tasks must be 1 to {self.held}, the tasks on a client, not {self.tasks}.")
         if self.points < 1:
             raise NestfedError(f"sine: a task needs at least 1 point, not {self.points}.")
         streams = Streams(self.seed or 0)
@@ -67,7 +67,7 @@ class SineClients(Clients):
         return self.clients
 
     def seeded(self, seed: int) -> Self:
-        """Return these clients with this seed, unless they were given one of their own."""
+        """Return these clients with this seed, unless they already have one."""
         return self if self.seed is not None else replace(self, seed=seed)
 
     def sample(self, n: int, t: int) -> Data:
@@ -103,7 +103,7 @@ class SineTest:
     count: int = 600
     points: int = 10
     steps: Sequence[int] = (1, 5)
-    """The numbers of inner steps after which the loss is taken, beside that before any."""
+    """The numbers of inner steps after which the loss is computed, besides 0."""
     stream: int = 0
     """Which stream of tasks: validation and test draw from different ones."""
 

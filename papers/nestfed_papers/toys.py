@@ -1,7 +1,7 @@
-"""Small problems whose truth is known in closed form: minimiser, gradient, bias, constants.
+"""Small problems with known solutions: minimiser, gradient, bias and constants in closed form.
 
-Every toy is a frozen description with a `problem` and `clients` to run on and its truth to compare with. The constants
-of a toy depend on its own `seed`, the noise that its clients draw on the seed of the run.
+Every toy has a `problem` and `clients` to run, and the exact values to compare with. Its constants depend on its own
+`seed`, the noise of its clients on the seed of the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ToyClients(Clients):
         return len(self.own[0])
 
     def seeded(self, seed: int) -> Self:
-        """Return these clients with this seed, unless they were given one of their own."""
+        """Return these clients with this seed, unless they already have one."""
         return self if self.seed is not None else replace(self, seed=seed)
 
     def to(self, device: torch.device) -> Self:
@@ -68,7 +68,7 @@ class ToyClients(Clients):
 
 
 class _Toy:
-    """What the toys have in common: constants that are drawn from the toy's own seed, and checks."""
+    """The base of all toys: constants drawn from the toy's own seed, and checks."""
 
     seed: int
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class _Toy:
                 raise NestfedError(f"{type(self).__name__}: {f.name} must be a finite number from 0, not {value:g}.")
 
     def _normal(self, what: int, *shape: int) -> Tensor:
-        """Draw a constant of the problem; `what` tells its constants apart."""
+        """Draw a constant of the problem; `what` is its number."""
         generator = Streams(self.seed).at(Purpose.PROBLEM, what, 0)
         return torch.tensor(generator.standard_normal(shape), dtype=self.dtype)
 
@@ -123,7 +123,7 @@ class Quadratic(_Toy):
     def __post_init__(self) -> None:
         self._check("N", "dim", "batch")
         if not self.twist < 1:
-            raise NestfedError(f"Quadratic: twist must lie in [0, 1), not {self.twist:g}.")
+            raise NestfedError(f"Quadratic: twist must be in [0, 1), not {self.twist:g}.")
         if not self.condition >= 1:
             raise NestfedError(f"Quadratic: condition must be at least 1, not {self.condition:g}.")
 
@@ -203,7 +203,7 @@ class Theorem1(_Toy):
 
     @cached_property
     def weights(self) -> Tensor:
-        """What Huber's function is multiplied with at every client."""
+        """Every client's factor of Huber's function."""
         return torch.tensor([[6.0], [-2.0], [-2.0]], dtype=self.dtype)
 
     @cached_property
@@ -239,7 +239,7 @@ def _huber(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ConditionalToy(_Toy):
-    """ξ = a ~ N(0, I), η ~ N(a, σ²I), g = ηᵀx − aᵀx_n, f(u) = ½u² + (κ/4)u⁴: everything is known, also the bias.
+    """ξ = a ~ N(0, I), η ~ N(a, σ²I), g = ηᵀx − aᵀx_n, f(u) = ½u² + (κ/4)u⁴: everything is known, including the bias.
 
     The inner mean of m samples is N(0, v) with v = ‖x−x_n‖² + σ²‖x‖²/m, so the estimator's expectation is the
     gradient of mean_n(½v + ¾κv²), and the true objective is that with m = ∞. The x_n have mean square distance ζ²
@@ -307,7 +307,7 @@ class ConditionalToy(_Toy):
         return self.expected_grad(x, float("inf"))
 
     def bias(self, x: Tensor, m: float) -> Tensor:
-        """Return what the estimator with m inner samples is wrong by on average: σ²x/m when κ = 0."""
+        """Return the bias of the estimator with m inner samples: σ²x/m when κ = 0."""
         return self.expected_grad(x, m) - self.true_grad(x)
 
 
@@ -383,7 +383,7 @@ class CompositionalToy(_Toy):
         return torch.einsum("npd,np->d", self.maps, self.maps @ x - self.targets) / self.N
 
     def bias(self, x: Tensor) -> Tensor:
-        """Return what Local-BSGD's estimator is wrong by on average."""
+        """Return the bias of Local-BSGD's estimator."""
         return self.sigma**2 * self.inner_dim / self.batch * x
 
 
@@ -509,7 +509,7 @@ class Sides(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Tell whether it holds."""
+        """Whether the inequality holds."""
         return self.left >= self.right
 
 
@@ -582,5 +582,5 @@ class PLSaddle(_Toy):
 
     @cached_property
     def clients(self) -> ToyClients:
-        """Clients that all hold the two points, so that there is nothing to draw."""
+        """Clients that all have the two points and draw nothing."""
         return ToyClients((torch.zeros(self.N, 1, dtype=self.dtype),), (), lambda own, noise: own)

@@ -181,7 +181,7 @@ def test_a_weight_that_grows_above_one_is_refused_when_it_does(name: str, hyper:
     s = setting(name)
     algorithm = build(name, **hyper)
     simulate(s.problem, algorithm, s.clients, rounds=1, q=4, progress=False)
-    with pytest.raises(NestfedError, match=r"weight must lie in \[0, 1\].* at iteration 4"):
+    with pytest.raises(NestfedError, match=r"weight must be in \[0, 1\].* at iteration 4"):
         simulate(s.problem, algorithm, s.clients, rounds=2, q=4, progress=False)
 
 

@@ -49,7 +49,7 @@ def test_other_names_and_mistakes() -> None:
     assert "Anonymous" in bibtex("fmgda")
     with pytest.raises(NestfedError, match="did you mean fedavg"):
         bibtex("fedavgg")
-    with pytest.raises(NestfedError, match="known are"):
+    with pytest.raises(NestfedError, match="choose one of"):
         bibtex("qqqq")
     with pytest.raises(NestfedError, match="classify names no paper"):
         bibtex("classify")

@@ -270,4 +270,4 @@ def test_help_tells_what_arguments_and_defaults_mean(here: Here, monkeypatch: py
     _, told, _ = here("reproduce", "--help")
     assert "A figure or table, such as fcsg-table2; see --list." in told
     assert "[default: (that of the budget)]" in told
-    assert "An experiment file, or one of `nestfed list`." in here("compare", "--help")[1]
+    assert "An experiment file, or a name from `nestfed list`." in here("compare", "--help")[1]

@@ -333,7 +333,7 @@ def test_hold_out_by_group(groups: list[int], fraction: float, seed: int) -> Non
         (lambda: by_column([1, 1, 2], fallback=["a"]), "must be equal"),
         (lambda: by_column([]), "no rows"),
         (lambda: binary(TEN, positive=[10]), "positive class 10"),
-        (lambda: binary(TEN, positive=range(10)), "both sides"),
+        (lambda: binary(TEN, positive=range(10)), "both labels"),
         (lambda: remove(TEN, 1, 0.5, 0), "must be 0 and 1"),
         (lambda: remove([0, 1], 2, 0.5, 0), "side"),
         (lambda: remove([0, 1], 1, 1.0, 0), "below 1"),

@@ -1152,20 +1152,20 @@ def test_the_data_commands(
 
     cached = tmp_path / "cache/data/toy/toy.idx"
     assert "no, " in told("list")[1]
-    assert told("check") == (0, "No data set is on this machine yet; see `nestfed data list`.\n")
+    assert told("check") == (0, "No datasets on this machine yet; see `nestfed data list`.\n")
     code, text = told("check", "toy")
     assert code == 2
-    assert "`nestfed data fetch toy` downloads it." in text
+    assert "download it with `nestfed data fetch toy`." in text
     with serving({"toy/toy.idx": TOY}) as server:
         monkeypatch.setenv("NESTFED_MIRROR", server.url)
         assert told("fetch", "toy") == (0, f"toy is in {cached.parent}.\n")
         assert "yes" in told("list")[1]
-        assert told("check") == (0, f"toy: whole, 1 file in {cached.parent}\n")
+        assert told("check") == (0, f"toy: verified, 1 file in {cached.parent}\n")
         cached.write_bytes(b"?" + TOY[1:])
         code, text = told("check", "toy")
         assert code == 2
         assert str(cached) in text
-        assert "toy is not as published." in text
+        assert "toy: files differ from the published ones." in text
         assert told("fetch", "toy")[0] == 0  # which mends it
         assert cached.read_bytes() == TOY
         monkeypatch.setenv("NESTFED_DATA", str(tmp_path / "data"))

@@ -177,7 +177,7 @@ def test_every_method_equals_simulation(name: str, tmp_path: Path) -> None:
     records = read_record(tmp_path / "run" / "record.jsonl")
     assert [[r[k] for k in COSTS] for r in records[1:]] == [[r[k] for k in COSTS] for r in expected.history[-4:]]
     for ours, theirs in zip(records[1:], expected.history[-4:]):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+        assert ours["loss"] == (theirs["loss"] and pytest.approx(theirs["loss"], rel=1e-9))  # None if none is noted
         assert ours["drift"] == pytest.approx(theirs["drift"], rel=1e-6, abs=1e-12)
     assert (tmp_path / "run" / "finished.json").exists()
     assert grid.messages
@@ -205,7 +205,7 @@ def test_what_leaves_a_site(name: str, tmp_path: Path) -> None:
         assert payload(order.content["shared"]) == fields
         assert set(reply.content) == {"answer", "fields", "report"}
         assert payload(reply.content["fields"]) == fields
-        assert set(reply.content["report"]) == {"loss", "moved", "examples"}
+        assert set(reply.content["report"]) | {"loss"} == {"loss", "moved", "examples"}  # a problem may note no loss
         assert set(reply.content["answer"]) == stamp | {"token", "client", "round"}
         sent += sum(a.numpy().nbytes for a in reply.content["fields"].values())
     assert sent == read_record(tmp_path / "run" / "record.jsonl")[-1]["bytes_up"]
@@ -305,20 +305,20 @@ def test_a_site_that_lost_its_disk(rule: str, tmp_path: Path) -> None:
     took_part = [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")][1:]
     assert "clinic-3" in log
     assert took_part == ([5, 5, 4, 4] if rule == "refuse" else [5, 5, 5, 5])
-    assert ("starts anew" in log) == (rule == "restart")
+    assert ("starts over" in log) == (rule == "restart")
 
 
 def test_too_few_answers_stop_the_run_and_it_goes_on(tmp_path: Path) -> None:
     study = toy("fmgda", rounds=3)
     with pytest.raises(NestfedError, match="too few answers 2 times"):
         deploy(study, tmp_path, 5, lambda n, r, m: None if r == 2 and n < 2 else m, min_sites=4, attempts=2)
-    assert "3 of 5 sites answered well in time, 4 are needed" in (tmp_path / "run" / "sites.log").read_text()
+    assert "3 of 5 sites sent valid answers in time, 4 are needed" in (tmp_path / "run" / "sites.log").read_text()
     deploy(study, tmp_path, 5)
     torch.testing.assert_close(checkpointed(tmp_path)["shared.theta"], simulated("fmgda", rounds=3).shared["theta"])
 
 
 def test_a_site_that_comes_later(tmp_path: Path) -> None:
-    """It is greeted between rounds, and counts as a client that sat out until then."""
+    """It joins between rounds, as a client that did not take part until then."""
     study = toy("scaffold", rounds=4)
     grid = federation(study, tmp_path, 5)
     grid.away = {104}
@@ -394,11 +394,11 @@ def test_numbers_that_go_wrong_at_a_site(on_nan: str, tmp_path: Path) -> None:
     made = Assembly(s.problem, algorithm, Poisoned(s.clients), lambda model: {}, "")
     study = Custom("bad", lambda: made, RunSpec(rounds=4, q=Q, seed=SEED), exchange=Exchange(on_nan=on_nan))
     if on_nan == "stop":
-        with pytest.raises(NestfedError, match="Site clinic-2: its numbers became infinite or NaN in round 2"):
+        with pytest.raises(NestfedError, match="numbers of site clinic-2 became infinite or NaN in round 2"):
             deploy(study, tmp_path, 5, min_sites=3)
         return
     grid = deploy(study, tmp_path, 5, min_sites=3)
-    with pytest.warns(UserWarning, match="left out of this round"):
+    with pytest.warns(UserWarning, match="is dropped from this round"):
         expected = simulate(
             s.problem, algorithm, Poisoned(s.clients), rounds=4, q=Q, seed=SEED, mode="loop", on_nan="drop",
             progress=False,
@@ -411,7 +411,7 @@ def test_numbers_that_go_wrong_at_a_site(on_nan: str, tmp_path: Path) -> None:
     assert [set(r.content) for r in bad] == [{"trouble"}]
 
 
-def test_a_greeting_that_was_lost_is_repeated(tmp_path: Path) -> None:
+def test_a_lost_hello_is_repeated(tmp_path: Path) -> None:
     """Flower answers in the place of a node that is gone, perhaps only for a moment."""
     from flwr.app import Error
 
@@ -485,8 +485,8 @@ def test_a_site_that_keeps_its_answers_back(seconds: float, tmp_path: Path) -> N
         assert read_record(folder / "run" / "record.jsonl")[-1]["participants"] == 5
         assert len([m for _, m, _ in grid.messages if m.metadata.message_type == "train"]) == 15
         assert not (folder / "run" / "sites.log").exists()
-    # One more greeting and the wait for it; then a quarter of a round, or some seconds.
-    assert times[2] < times[0] + roster.GREETING + roster.SETTLING + 5 + 3 * max(8, seconds / 4 + 4)
+    # One more hello and the wait for it; then a quarter of a round, or some seconds.
+    assert times[2] < times[0] + roster.HELLO_WAIT + roster.FLUSH_WAIT + 5 + 3 * max(8, seconds / 4 + 4)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 60), (100.0, 6)])
@@ -522,7 +522,7 @@ def test_a_site_that_falls_behind_in_the_middle(tmp_path: Path) -> None:
     start = server.time.monotonic()
     coordinate(study, tmp_path, grid, sites=5, deadline=400.0)
     assert [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")][1:] == [5] * 6
-    assert server.time.monotonic() - start < 400 / 4 + 2 * roster.SETTLING + 6 * 12
+    assert server.time.monotonic() - start < 400 / 4 + 2 * roster.FLUSH_WAIT + 6 * 12
     assert not (tmp_path / "run" / "sites.log").exists()
 
 
@@ -576,17 +576,17 @@ BAD: dict[str, tuple[Callable[[Message], Message], str]] = {
     "shape": (lambda m: changed(m, "theta", np.zeros(4)), r"shape \(4,\) instead of \(3,\)"),
     "dtype": (lambda m: changed(m, "theta", X.astype("float32")), "float32 instead of torch.float64"),
     "integers": (lambda m: changed(m, "theta", np.array([1, 2, 3])), "int64 instead of"),
-    "texts": (lambda m: changed(m, "theta", np.array(["a", "b", "c"])), "unknown kind of number"),
+    "texts": (lambda m: changed(m, "theta", np.array(["a", "b", "c"])), "unsupported type"),
     "pickle": (pickled, "cannot be read"),
     "huge": (lambda m: changed(m, "theta", np.zeros(100_000)), "more bytes"),
     "large": (lambda m: changed(m, "theta", X + 1000), "above the limit of 50"),
     "more": (lambda m: changed(m, "rows", X), "instead of theta, w, u, v"),
     "less": (lambda m: without(m, "fields", "u"), "instead of theta, w, u, v"),
-    "records": (extra, "nobody asked for"),
+    "records": (extra, "other records than requested"),
     "old round": (lambda m: worded(m, "answer", round=0), "answered round 1 instead of 2"),
     "other client": (lambda m: worded(m, "answer", client=1), "answered for client 1"),
     "loss": (lambda m: worded(m, "report", loss=float("nan")), "is not a number"),
-    "report": (lambda m: without(m, "report", "moved"), "report is not as asked"),
+    "report": (lambda m: without(m, "report", "moved"), "report is invalid"),
     "version": (lambda m: worded(m, "answer", version="0.0.0"), "does not run nestfed"),
     "experiment": (lambda m: worded(m, "answer", digest="0123456789"), "another experiment"),
 }
@@ -625,7 +625,7 @@ def test_a_site_of_another_experiment_is_refused(tmp_path: Path) -> None:
     grid.configs[104]["experiment"] = "0123456789"  # what this site agreed to
     coordinate(study, tmp_path, grid, sites=5, min_sites=3)
     log = (tmp_path / "run" / "sites.log").read_text()
-    assert len(re.findall("node 10[34] is refused: it was started for another experiment", log)) == 2
+    assert len(re.findall("node 10[34] is rejected: it runs another experiment", log)) == 2
     assert read_record(tmp_path / "run" / "record.jsonl")[-1]["participants"] == 3
 
 
@@ -636,7 +636,8 @@ def test_two_sites_with_one_number(tmp_path: Path) -> None:
     with pytest.raises(NestfedError, match="Only 4 of 5 sites"):
         coordinate(study, tmp_path, grid, sites=5)
     assert (
-        "clinic-4 is refused: it says it is client 3, as clinic-3 does" in (tmp_path / "run" / "sites.log").read_text()
+        "clinic-4 is rejected: its client number 3 is already used by clinic-3"
+        in (tmp_path / "run" / "sites.log").read_text()
     )
 
 
@@ -653,9 +654,7 @@ def test_the_text_of_an_error_stays_at_the_site(tmp_path: Path, caplog: pytest.L
     grid.apps[102] = client_app(broken)
     with caplog.at_level(logging.WARNING, logger="flwr"):
         coordinate(study, tmp_path, grid, sites=5, min_sites=4)
-    assert (
-        "clinic-2 did not take part: it could not do what it was asked" in (tmp_path / "run" / "sites.log").read_text()
-    )
+    assert "clinic-2 did not take part: it failed" in (tmp_path / "run" / "sites.log").read_text()
     for _, _, reply in grid.messages:
         assert b"Jane" not in b"".join(p.deflate() for p in get_all_nested_objects(reply).values())
 
@@ -671,10 +670,10 @@ class Broken:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"sites": 0}, "how many sites"),
+        ({"sites": 0}, "number of sites"),
         ({"sites": 5, "min_sites": 6}, "min-sites must be between 1 and the 5 sites"),
         ({"sites": 5, "weights": "examples"}, "weights is now exchange.weights"),
-        ({"sites": 5, "dead_line": 3}, "but not 'dead-line'"),
+        ({"sites": 5, "dead_line": 3}, "Unknown key 'dead-line'"),
         ({"sites": 5, "deadline": 0.0}, "deadline and attempts"),
     ],
 )
@@ -1000,7 +999,7 @@ def test_init_refuses(tmp_path: Path) -> None:
     for folder, study, sites, sentence in (
         (tmp_path, experiment, 4, "not empty"),
         (tmp_path / "a", experiment, 3, "partition.clients=3"),
-        (tmp_path / "a", experiment.with_overrides({"exchange.failures": 0.1}), 4, "invents failures"),
+        (tmp_path / "a", experiment.with_overrides({"exchange.failures": 0.1}), 4, "simulates failures"),
         (tmp_path / "a", experiment.with_overrides({"execution.device": "cuda"}), 4, "execution.device must be cpu"),
         (
             tmp_path / "a",

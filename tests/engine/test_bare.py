@@ -59,7 +59,7 @@ def test_profile_and_errors_need_nothing_more(kind: str) -> None:
         def sample(self, n: int, t: int) -> Any:
             return tuple(v * float("nan") if (n, t) == (2, 4) else v for v in super().sample(n, t))
 
-    with pytest.raises(NestfedError, match=r"The data hold infinite or NaN values at client 2, iteration 4"):
+    with pytest.raises(NestfedError, match=r"The data contain infinite or NaN values at client 2, iteration 4"):
         simulate(problem, method, Sick(*clients.widths), rounds=4, **OPTIONS)
 
 

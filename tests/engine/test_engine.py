@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_passed_over(how: str, tmp_path: Path) -> None:
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes({"cut short": bytes(content[:-9]), "one bit": bytes(content), "empty": b""}[how])
-    with pytest.warns(UserWarning, match="is damaged and was passed over"):
+    with pytest.warns(UserWarning, match="is damaged and was skipped"):
         again = simulate(problem, Scaffold(0.1), clients, rounds=6, directory=tmp_path, **options)
     assert torch.equal(again.x, whole.x)
     assert columns(again.history) == columns(whole.history)
@@ -336,7 +336,7 @@ def test_outputs() -> None:
     least = simulate(problem, FedAvg(0.1), clients, keep="best", metric=Metric("score", higher=False), **options)
     assert torch.equal(least.x, seen[5])
     seen.clear()
-    with pytest.raises(NestfedError, match=r"evaluation\.metric is 'auroc', but the evaluation gives score"):
+    with pytest.raises(NestfedError, match=r"evaluation\.metric is 'auroc', but the evaluation returns score"):
         simulate(problem, FedAvg(0.1), clients, keep="best", metric="auroc", **options)
 
 
@@ -449,7 +449,7 @@ def test_an_error_in_the_users_own_code_is_a_sentence() -> None:
         ({"failures": 1.0}, r"\[0, 1\)"),
         ({"mode": "fast"}, "auto, vmap or loop"),
         ({"workers": -1}, "workers must be"),
-        ({"workers": 2, "device": "meta"}, "worker processes need a CPU"),
+        ({"workers": 2, "device": "meta"}, "needs device = cpu"),
         ({"precision": "fp8"}, "full or bf16"),
         ({"accumulate": 0}, "accumulate must be"),
         ({"compile": True, "mode": "loop"}, "compile needs vectorised"),
@@ -545,7 +545,7 @@ def test_batches_that_cannot_be_cut() -> None:
         def sample(self, n: int, t: int) -> Any:
             return torch.ones(4, 3), torch.tensor(2.0)
 
-    with pytest.raises(NestfedError, match="cannot be cut into pieces"):
+    with pytest.raises(NestfedError, match="cannot be split into pieces"):
         simulate(problem, FedAvg(0.1), Odd(), rounds=1, accumulate=2, progress=False, mode="loop")
 
 

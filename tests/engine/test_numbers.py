@@ -41,7 +41,7 @@ def test_data(mode: str, value: float) -> None:
     problem, _, bad = spoilt(value=value)
     with pytest.raises(NestfedError) as error:
         simulate(problem, FedAvg(0.1), bad, rounds=3, **OPTIONS, mode=mode)
-    assert str(error.value).startswith("The data hold infinite or NaN values at client 3, iteration 0 (round 1)")
+    assert str(error.value).startswith("The data contain infinite or NaN values at client 3, iteration 0 (round 1)")
 
 
 @MODES
@@ -131,7 +131,7 @@ class Hoarder(Scaffold):
 @MODES
 def test_private_fields(mode: str) -> None:
     problem, clients = images()
-    with pytest.raises(NestfedError, match="client 0 in what it sent or keeps after round 2"):
+    with pytest.raises(NestfedError, match="client 0 in its upload or private fields after round 2"):
         simulate(problem, Hoarder(0.1), clients, rounds=3, mode=mode, **OPTIONS)
 
 
@@ -153,7 +153,9 @@ def test_a_dropped_client_is_one_that_did_not_answer(
 ) -> None:
     problem, good, bad = spoilt()
     options = {**OPTIONS, **how, "rounds": 4, "encode": encode, "reduce": reduce}
-    with pytest.warns(UserWarning, match=r"client 3, iteration 0 \(round 1\).* It is left out of this round") as told:
+    with pytest.warns(
+        UserWarning, match=r"client 3, iteration 0 \(round 1\).* The client is dropped from this round"
+    ) as told:
         dropped = simulate(problem, Scaffold(0.1), bad, on_nan="drop", **options)
     assert len(told) == 1  # not once a round
     run = Local.run

@@ -112,7 +112,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     both = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(2)]
     for reduce in KINDS:
         expected: dict[str, Tensor] = dict(run("fmgda", mode="loop", workers=1, reduce=reduce).shared)
-        with pytest.warns(UserWarning, match="left out"):
+        with pytest.warns(UserWarning, match="dropped"):
             alone = simulate(
                 problem, Scaffold(0.1), bad, rounds=3, q=2, reduce=reduce, on_nan="drop", progress=False, mode="loop",
                 workers=1,

@@ -197,11 +197,11 @@ def test_limit_and_pooled(given: object) -> None:
     ("data", "parts", "words"),
     [
         (DataSpec(), FOUR, "a name or a file"),
-        (DataSpec(name="toy", file="x.csv"), FOUR, "not both"),
+        (DataSpec(name="toy", file="x.csv"), FOUR, "either a name or a file"),
         (DataSpec(file="x.csv"), FOUR, "data.target"),
         (DataSpec(name="toy", remove="both"), FOUR, "'positive' or 'negative'"),
         (DataSpec(name="toy", remove="positive"), FOUR, "two classes"),
-        (DataSpec(name="toy", positive=(7,)), FOUR, "no class 7"),
+        (DataSpec(name="toy", positive=(7,)), FOUR, "class 7 does not exist"),
         (DataSpec(name="toy", group="doctor"), FOUR, "no column 'doctor'"),
         (DataSpec(name="toy"), PartitionSpec(kind="column"), "no column ''"),
         (DataSpec(name="toy"), PartitionSpec(kind="column", column="site", fallback="zone"), "no column 'zone'"),

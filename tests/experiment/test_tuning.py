@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import optuna
 import pytest
@@ -37,7 +38,6 @@ from nestfed.experiment.tune import (
 )
 from nestfed.metrics import find
 from nestfed.problems.invariant import InvariantOptions
-from nestfed.problems.objective import Made, Setting
 
 SMALL = {"run.rounds": 4, "run.q": 1, "evaluation.every": 1, "partition.clients": 2}
 
@@ -115,25 +115,22 @@ def test_a_metric_of_a_plain_function_must_declare_its_direction(
 ) -> None:
     """An objective of one's own returns `regret`: by name it is refused before any run, as a `Metric` it decides."""
 
+    def objective(metric: str | Metric) -> Any:
+        class Regret(InvariantOptions):
+            def build(self, setting: Any) -> Any:
+                made = super().build(setting)
+
+                def regret(model: Any) -> dict[str, float]:
+                    return {"regret": 1 - made.test(model)["accuracy"]}
+
+                return dataclasses.replace(made, metric=metric, test=regret, validation=regret)
+
+        return Regret
+
     regret = Metric("regret", higher=False)
-
-    class ByName(InvariantOptions):
-        metric: ClassVar[str | Metric] = "regret"
-
-        def build(self, setting: Setting) -> Made:
-            made = super().build(setting)
-
-            def judge(model: Any) -> dict[str, float]:
-                return {"regret": 1 - made.test(model)["accuracy"]}
-
-            return Made(made.problem, made.clients, self.metric, judge, judge)
-
-    class Passed(ByName):
-        metric = regret
-
     monkeypatch.setattr(OBJECTIVES, "_things", {**OBJECTIVES._things})
-    OBJECTIVES.add("unknown", ByName)
-    OBJECTIVES.add("passed", Passed)
+    for name, metric in (("unknown", "regret"), ("passed", regret)):
+        OBJECTIVES.add(name, objective(metric))
     tables = {
         "partition": {"clients": 2},
         "problem": {"name": "unknown", "dim": 5, "inner": 4, "outer": 4},
@@ -219,7 +216,7 @@ def test_a_trial_with_several_seeds_is_judged_by_their_mean(tmp_path: Path) -> N
         values.append(sum(ends) / 2)
         assert trial.value == pytest.approx(values[-1])
     assert tuned["fedavg"].chosen == tuned["fedavg"].trials[values.index(max(values))].settings
-    with pytest.raises(NestfedError, match="holds another tuning"):
+    with pytest.raises(NestfedError, match="contains another tuning"):
         tune(experiment, ["fedavg"], tmp_path, stopping=False, workers=1)
 
 
@@ -278,7 +275,7 @@ def test_trials_that_fail_are_the_worst_and_all_failing_is_said(tmp_path: Path) 
     assert tuned["local-sgda"].chosen == {"algorithm.eta_theta": 0.01}
     assert sorted(t.state for t in tuned["local-sgda"].trials) == ["failed", "failed", "finished"]
     grid["algorithm.eta_theta"] = [1000.0, 3000.0]
-    with pytest.raises(NestfedError, match="Every trial of local-sgda failed"):
+    with pytest.raises(NestfedError, match="All trials of local-sgda failed"):
         tune(experiment, ["local-sgda"], tmp_path / "all", workers=1)
 
 
@@ -320,8 +317,8 @@ def test_a_seed_that_diverges_does_not_end_a_comparison(tmp_path: Path) -> None:
     }
     experiment = from_tables(tables)
     _, (sound, wild) = compare(experiment, ["sound", "wild"], 2, tmp_path, workers=1)
-    assert sound.fate() == ""
-    assert "wild diverged with 2 of 2 seeds" in wild.fate()
+    assert sound.divergence() == ""
+    assert "wild diverged with 2 of 2 seeds" in wild.divergence()
     assert wild.final("auroc") == [h[-1]["auroc"] for h in wild.histories]
     assert all(h[-1]["round"] < 12 for h in wild.histories)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json*")}

@@ -192,7 +192,7 @@ def test_wikitext_protocol(real: None) -> None:
     assert [len(cut.train), len(cut.validation), len(cut.words)] == [200_000, 20_000, 1000]
     assert int(cut.train.max()) == 999
     assert cut.words[0] == "<unk>"
-    with pytest.raises(NestfedError, match="digits is none"):
+    with pytest.raises(NestfedError, match="digits is not a text"):
         language.read("digits")
 
 

@@ -132,7 +132,7 @@ def test_estimators_of_other_names() -> None:
     toy = Quadratic(3, 4, sigma=0.0)
     result, record = last(toy, STEM(eta=1e-9), estimator_error(toy.true_grad, "d"))
     assert record["estimator_error"] < 1e-12
-    with pytest.raises(NestfedError, match="x, d, but no 'u'"):
+    with pytest.raises(NestfedError, match="does not share 'u'; it shares x, d"):
         estimator_error(toy.true_grad)(result.shared)
 
 

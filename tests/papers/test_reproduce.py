@@ -162,7 +162,7 @@ def test_ahead() -> None:
     assert "ahead by" in figures
     assert "within the spread" in figures
     assert "behind by 0.1000 (to x)" in claims.ahead(["A"], ["y"], ["x", "z"])(made(CLEAR)).figures
-    # Also those whose mean is not the best have to be told apart.
+    # Also those whose mean is not the best need a significant difference.
     wild = {"A": {"x": [0.90, 0.91, 0.92], "y": [0.850, 0.851, 0.852], "z": [0.60, 0.93, 1.0]}}
     assert outcome(claims.ahead(["A"], ["x"], ["y"]), made(wild)) == CONFIRMED
     assert outcome(claims.ahead(["A"], ["x"], ["y", "z"]), made(wild)) == UNDECIDED
@@ -285,7 +285,7 @@ def test_fits() -> None:
         return Evidence("scgdm-figure1", "standard", numbers={"fits": rows})
 
     assert outcome(claims.fits_best("local-scgdm"), fits(1.0)) == CONFIRMED
-    assert outcome(claims.fits_best("local-scgdm"), fits(1.95)) == UNDECIDED  # not told apart
+    assert outcome(claims.fits_best("local-scgdm"), fits(1.95)) == UNDECIDED  # no significant difference
     assert outcome(claims.fits_best("local-scgdm"), fits(3.0)) == REFUTED
     assert outcome(claims.fits_best("local-moml"), fits(1.0)) == UNTESTED
 
@@ -417,7 +417,7 @@ def test_records_survive_being_written(tmp_path: Path) -> None:
     evidence.write(tmp_path / "r.jsonl")
     assert Evidence.read(tmp_path / "r.jsonl") == evidence
     (tmp_path / "r.jsonl").write_text("nonsense")
-    with pytest.raises(NestfedError, match="no records"):
+    with pytest.raises(NestfedError, match="not the record"):
         Evidence.read(tmp_path / "r.jsonl")
 
 
@@ -495,13 +495,13 @@ def test_a_small_one_from_end_to_end(tiny: str, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "page" / "figures" / "tiny-curves.png").stat().st_size > 5000
 
     # Records of other settings than those at hand say so.
-    assert "Settings have been changed since" not in text
+    assert "Settings have changed since" not in text
     assert lookup.outdated(more) == []
     with monkeypatch.context() as later:
         wider = replace(TINY.budgets["standard"], trials=3)
         later.setitem(papers.REPRODUCTIONS, "tiny", replace(TINY, budgets={"standard": wider}))  # type: ignore[arg-type]
         assert lookup.outdated(more) == ["digits"]
-        assert "**Settings have been changed since: digits.**" in results.markdown({"tiny": more})
+        assert "**Settings have changed since: digits.**" in results.markdown({"tiny": more})
 
 
 def test_the_page_of_results_is_that_of_the_records() -> None:

@@ -187,11 +187,11 @@ def test_a_chart_shows_the_part_that_matters() -> None:
 def test_mistakes_are_told() -> None:
     with pytest.raises(NestfedError, match="must not decrease"):
         Line("a", [0, 1, 0.5], [0, 0, 0])
-    with pytest.raises(NestfedError, match="a row of 1 cells under 2 columns"):
+    with pytest.raises(NestfedError, match="a row has 1 cells, but there are 2 columns"):
         Table("t", ["a", "b"], [["x"]])
-    with pytest.raises(NestfedError, match="verdict is one of"):
+    with pytest.raises(NestfedError, match="verdict must be one of"):
         Claim("so", "maybe", "")  # type: ignore[arg-type]
-    with pytest.raises(NestfedError, match="equally many"):
+    with pytest.raises(NestfedError, match="must have the same length"):
         Series("a", {"round": [0, 1]}, [1.0])
 
 

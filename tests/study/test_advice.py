@@ -136,7 +136,7 @@ def record(n: int, drift: float = 0.0, **values: float) -> dict[str, Any]:
 def test_drift_is_told_when_it_is_there() -> None:
     far = [record(n, drift=4.0) for n in range(1, 11)]
     with pytest.warns(
-        NestfedWarning, match=r"they lie 2 from their mean, further than training has moved it in all \(1\)"
+        NestfedWarning, match=r"distance from the mean is 2, more than the whole training moved the mean \(1\)"
     ):
         look_at(far, "auroc", moved=1.0)
     with warnings.catch_warnings():
@@ -163,14 +163,14 @@ def test_a_stalled_auroc_is_told() -> None:
 
 def test_hints() -> None:
     flat = [record(n, ap=min(0.1 * n, 0.4)) for n in range(12)]
-    assert plateau(flat, "ap") == ["ap did not improve after round 5: fewer rounds would do."]
+    assert plateau(flat, "ap") == ["ap did not improve after round 5: fewer rounds are enough."]
     rising = [record(n, ap=0.05 * n) for n in range(12)]
     assert plateau(rising, "ap") == ["ap was still improving at the end: more rounds should help."]
     assert plateau(rising[:3], "ap") == []
     falling = [record(n, log_loss=2 - 0.05 * n) for n in range(12)]
     assert plateau(falling, "log_loss") == ["log_loss was still improving at the end: more rounds should help."]
     worse = [record(n, log_loss=2 + 0.05 * n) for n in range(12)]
-    assert plateau(worse, "log_loss") == ["log_loss did not improve after round 5: fewer rounds would do."]
+    assert plateau(worse, "log_loss") == ["log_loss did not improve after round 5: fewer rounds are enough."]
 
 
 def test_every_warning_names_a_section_that_exists() -> None:

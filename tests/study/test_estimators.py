@@ -272,7 +272,7 @@ def test_the_users_module_is_trained_and_left_alone() -> None:
         assert found.score(x, y) > 0.95
     made = FederatedAUC(lambda shape: nn.Linear(shape[0], 1), **QUICK).fit(sites)
     assert made.module_.in_features == 30
-    with pytest.raises(NestfedError, match=r"does not take a batch of shape \(2, 30\)"):
+    with pytest.raises(NestfedError, match=r"does not accept a batch of these data, of shape \(2, 30\)"):
         FederatedAUC(nn.Linear(7, 1)).fit(sites)
     with pytest.raises(NestfedError, match="one score per example"):
         FederatedAUC(nn.Linear(30, 5)).fit(sites)
@@ -340,7 +340,7 @@ def test_mistakes_are_one_sentence() -> None:
         (lambda: made.fit([(x, y), (x[:, :5], y)]), "no column 'x5'"),
         (lambda: made.fit([(x, y)], groups=y), r"fit\(X, y, groups"),
         (lambda: made.fit(x, np.zeros(len(x))), "all of one class"),
-        (lambda: made.fit(x, np.arange(len(x)) % 3), "take FederatedClassifier"),
+        (lambda: made.fit(x, np.arange(len(x)) % 3), "use FederatedClassifier"),
         (lambda: made.fit([pd.DataFrame({"a": [1, 2]})]), "set target="),
         (lambda: made.fit(["a.csv"]), "could not convert|expected a pair|requires y"),
         (lambda: FederatedAUC(batch_size=2).fit(sites), "batch_size must be at least 4"),
@@ -370,7 +370,7 @@ def test_saved_and_loaded(kind: Any, tmp_path: Path) -> None:
     assert_array_equal(again.predict_proba(x), found.predict_proba(x))
     assert set(again.predict(x)) == {"malignant", "benign"}
     assert again.get_params() | {"hidden": (4,)} == found.get_params()
-    with pytest.raises(NestfedError, match=f"holds a {kind.__name__}, not a FederatedMAML"):
+    with pytest.raises(NestfedError, match=f"contains a {kind.__name__}, not a FederatedMAML"):
         FederatedMAML.load(tmp_path / "m")
     with pytest.raises(NestfedError, match=r"estimator\.json is not there"):
         kind.load(tmp_path)
@@ -528,7 +528,7 @@ def test_a_step_size_of_our_own_that_diverges_is_made_smaller(times: float, monk
     found = FederatedAUC(**QUICK).fit(sites)
     assert found.score(*test) > 0.95
     (told,) = [hint for hint in found.hints_ if "diverged" in hint]
-    assert f"so {found.lr_:.3g} was taken" in told
+    assert f"so {found.lr_:.3g} was used" in told
 
 
 @pytest.mark.parametrize("times", [1.0, 1000.0])

@@ -22,7 +22,7 @@ from nestfed.core import NestfedError
 from nestfed.data.partition import even
 from nestfed.study import export as handover
 from nestfed.study import train
-from nestfed.study.lr_find import Found, apart, pairs
+from nestfed.study.lr_find import StepSearch, apart, pairs
 
 pd = pytest.importorskip("pandas")
 
@@ -69,7 +69,7 @@ def trained(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_the_comparison_is_printed(trained: Path) -> None:
     text = (trained / "printed.txt").read_text()
-    assert "3 sites; malignant = 1 counts as positive." in text
+    assert "3 sites; malignant = 1 is the positive class." in text
     for way in ("fcsg ", "fedavg", "every site alone"):
         (row,) = [line for line in text.splitlines() if line.startswith(way) and " 0." in line]
         found = [float(v) for v in re.findall(r"0\.\d{4}", row)]
@@ -80,15 +80,15 @@ def test_the_comparison_is_printed(trained: Path) -> None:
 
 def test_what_is_left_behind(trained: Path) -> None:
     report = (trained / "report.html").read_text(encoding="utf-8")
-    for words in ("beta", "ROC curve", "Are the probabilities right?", "whole values of patient", "fedavg"):
+    for words in ("beta", "ROC curve", "Calibration", "by groups of patient", "fedavg"):
         assert words in report
     card = (trained / "MODEL_CARD.md").read_text(encoding="utf-8")
     for words in (
         "# Model card: malignant",
         "| beta |",
-        "Where it may fail",
+        "Limits",
         "`ward=north`",
-        "whole values of `patient`",
+        "by groups of `patient`",
     ):
         assert words in card
     names = {p.name for p in (trained / "model").iterdir()}
@@ -124,7 +124,7 @@ def test_predict_writes_probabilities(trained: Path, files: list[Path], tmp_path
     frame.drop(columns=["area"]).to_csv(tmp_path / "short.csv", index=False)
     with pytest.raises(NestfedError, match="has no column 'area'"):
         train.predict(trained, tmp_path / "short.csv", out)
-    with pytest.raises(NestfedError, match="holds no model"):
+    with pytest.raises(NestfedError, match="contains no model"):
         train.predict(tmp_path, tmp_path / "new.csv", out)
 
 
@@ -135,14 +135,14 @@ def test_lr_find_draws_a_picture(files: list[Path], tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "best lr = " in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert Found("auroc", (0.1, 1.0, 10.0), (0.7, 0.9, float("nan"))).best == 1.0
+    assert StepSearch("auroc", (0.1, 1.0, 10.0), (0.7, 0.9, float("nan"))).best == 1.0
     with pytest.raises(NestfedError, match="every step size"):
-        _ = Found("auroc", (0.1,), (float("nan"),)).best
+        _ = StepSearch("auroc", (0.1,), (float("nan"),)).best
 
 
 def test_a_metric_is_judged_in_its_direction(files: list[Path]) -> None:
     """By log-loss the lowest is the best: of step sizes, of ways of training, and of a gain over FedAvg."""
-    assert Found("log_loss", (0.1, 1.0, 10.0), (0.7, 0.2, float("nan"))).best == 1.0
+    assert StepSearch("log_loss", (0.1, 1.0, 10.0), (0.7, 0.2, float("nan"))).best == 1.0
     data = train.read_sites(files, "malignant", drop=["patient"])
     judge = train._Judge("log_loss", data.sites)
     right = np.where(judge.labels == 1, 2.0, -2.0)
@@ -156,7 +156,7 @@ def test_a_metric_is_judged_in_its_direction(files: list[Path]) -> None:
     assert 0 < gain[1] <= gain[0] <= gain[2]
     assert gain[0] == pytest.approx(ways[1].values["log_loss"] - ways[0].values["log_loss"])
     for order in (ways, ways[::-1]):
-        outcome = train.Outcome(
+        outcome = train.StudyResult(
             None, "log_loss", data.classes, "malignant", "accuracy", order, judge.labels, judge.owner, (low, high), gain,
             {}, "", 0.0,
         )  # fmt: skip
@@ -259,7 +259,7 @@ def test_mistakes_in_the_call(files: list[Path], tmp_path: Path) -> None:
     with pytest.raises(NestfedError, match=r"nowhere\.csv is not there"):
         train.read_sites([*files, tmp_path / "nowhere.csv"], "malignant")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(NestfedError, match="not a table by its name"):
+    with pytest.raises(NestfedError, match="is not a table: expected a name"):
         train.read_sites([tmp_path / "a.txt"], "malignant")
     with pytest.raises(NestfedError, match="is named twice"):
         train.read_sites([files[0], files[0]], "malignant")
@@ -267,7 +267,7 @@ def test_mistakes_in_the_call(files: list[Path], tmp_path: Path) -> None:
     with pytest.raises(NestfedError, match="did you mean auprc"):
         train.train(data, "malignant", "aupr")
     three = broken(files, tmp_path, 0, lambda f: f.assign(malignant=f.index % 3))
-    with pytest.raises(NestfedError, match="take --objective accuracy"):
+    with pytest.raises(NestfedError, match="use --objective accuracy"):
         train.train(train.read_sites(three, "malignant", drop=["patient"]), "malignant", "auroc")
     same = broken(files, tmp_path, 0, lambda f: f.assign(malignant=1))
     for path in same[1:]:

@@ -41,15 +41,17 @@ SITES = 3
 PATIENCE = 600.0
 
 
-def experiment(problem: str, algorithm: dict[str, Any], rounds: int, **run: Any) -> Experiment:
+def experiment(problem: str, algorithm: dict[str, Any], rounds: int) -> Experiment:
     return from_tables(
         {
             "data": {"name": "digits", "binary": True},
             "partition": {"kind": "dirichlet", "clients": SITES, "alpha": 0.5},
             "model": {"name": "mlp", "hidden": []},
-            "problem": {"name": problem, "batch": 10, "outer": 3, "inner": 8},
+            "problem": {"name": problem, **({"outer": 3, "inner": 8} if problem == "auprc" else {"batch": 10})},
             "algorithm": algorithm,
-            "run": {"rounds": rounds, "q": 4, "every": 10, "mode": "loop", "seed": 3, **run},
+            "run": {"rounds": rounds, "q": 4, "seed": 3},
+            "evaluation": {"every": 10},
+            "execution": {"mode": "loop"},
         }
     )
 
@@ -239,9 +241,9 @@ def test_a_dishonest_site(federation: Local, tmp_path: Path) -> None:
         file.write(BAD)
     finished(federation, federation.run(app), out)
     log = (out / "sites.log").read_text().splitlines()
-    assert "round 1: the answer of site site-2 is dropped: its x holds infinite or NaN values." in log[0]
-    assert "round 2: the answer of site site-2 is dropped: its x has shape" in log[1]
-    assert "round 3: the answer of site site-2 is dropped: it answered round 1 instead of 3." in log[2]
+    assert "round 1: the answer of site site-2 is rejected: its x holds infinite or NaN values." in log[0]
+    assert "round 2: the answer of site site-2 is rejected: its x has shape" in log[1]
+    assert "round 3: the answer of site site-2 is rejected: it answered round 1 instead of 3." in log[2]
     assert [r["participants"] for r in read_record(out / "record.jsonl")] == [0, 2, 2, 2]
     # FedAvg over the two honest ones alone.
     from dataclasses import replace
@@ -290,6 +292,6 @@ def test_local_leaves_no_process_behind(how: signal.Signals, tmp_path: Path) -> 
     _, said = process.communicate(timeout=60)
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert "the same command goes on" in said
+        assert "run the same command again to resume" in said
         assert not carrying(word)
     until(lambda: not carrying(word), "all processes to end", 60)

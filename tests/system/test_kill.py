@@ -387,7 +387,7 @@ def read_damaged(folder: Path, every: int) -> int:
         found, told = checkpoint.read(folder, fingerprint, torch.device("cpu"))
         assert found is not None
         assert found.state.round == 2
-        assert told == [f"{newest} is damaged and was passed over."]
+        assert told == [f"{newest} is damaged and was skipped."]
         tried += 1
     newest.write_bytes(content)
     assert checkpoint.read(folder, fingerprint, torch.device("cpu"))[0].state.round == 3  # type: ignore[union-attr]
@@ -410,7 +410,7 @@ def test_when_no_checkpoint_is_left_the_user_is_told(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.warns(UserWarning, match="damaged") as told:
         again = run_to(tmp_path, 3)
-    assert str(told[-1].message) == f"No good checkpoint is left in {tmp_path}: the run starts from the beginning."
+    assert str(told[-1].message) == f"No valid checkpoint is left in {tmp_path}: the run starts from the beginning."
     assert torch.equal(again.x, whole.x)
     for path in tmp_path.glob("round-*"):
         path.unlink()
@@ -452,7 +452,7 @@ def test_a_made_up_checkpoint_is_no_state(tmp_path: Path) -> None:
         content = save(held, said)
         path = tmp_path / f"round-00000009-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
         path.write_bytes(content)
-        with pytest.warns(UserWarning, match=f"{path.name} cannot be read and was passed over"):
+        with pytest.warns(UserWarning, match=f"{path.name} cannot be read and was skipped"):
             again = run_to(tmp_path, 3)
         assert torch.equal(again.x, whole.x)
         path.unlink()

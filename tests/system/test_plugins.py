@@ -68,7 +68,7 @@ def test_its_command_is_listed_and_runs(folder: Path) -> None:
 
 def test_its_names_are_listed(folder: Path) -> None:
     told = nestfed(folder, "list").stdout
-    for kind, name in (("Data sets", "moons"), ("Networks", "waves"), ("Experiments", "moons")):
+    for kind, name in (("Datasets", "moons"), ("Networks", "waves"), ("Experiments", "moons")):
         assert re.search(rf"{kind}:[^:]*\b{name}\b", told), told
     assert "two half circles" in nestfed(folder, "data", "list").stdout
 
@@ -84,17 +84,17 @@ def test_its_experiment_runs_on_its_dataset_and_network(folder: Path) -> None:
     [
         (
             "import nowhere",
-            "plugin 'broken' (broken) cannot be imported, fix or uninstall it: ModuleNotFoundError: No module named 'nowhere'",
+            "plugin 'broken' (broken) cannot be imported; fix or uninstall it: ModuleNotFoundError: No module named 'nowhere'",
         ),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ('from nestfed.core import COMMANDS\nCOMMANDS.add("reproduce", print)', "two of the command 'reproduce'"),
+        ('from nestfed.core import COMMANDS\nCOMMANDS.add("reproduce", print)', "already a command called 'reproduce'"),
         (
             'from nestfed.core import COMMANDS\nCOMMANDS.add("theory", print)',
-            "'theory' of a plugin is also one of nestfed's own",
+            "A plugin's command 'theory' has the name of a nestfed command",
         ),
         (
             'from nestfed.core import COMMANDS\nCOMMANDS.add("data", print)',
-            "'data' of a plugin is also one of nestfed's own",
+            "A plugin's command 'data' has the name of a nestfed command",
         ),
         (
             'from nestfed.core import COMMANDS\nCOMMANDS.add("odd", "broken:absent")',

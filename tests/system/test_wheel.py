@@ -72,7 +72,7 @@ def test_no_extra_is_there_and_none_is_needed(fresh: Fresh) -> None:
     assert "fcsg-m" in fresh.nestfed("list")
     told = fresh.nestfed("run", "study.toml", "--out", "one")
     assert "report.html" in told
-    assert "picture" not in told
+    assert "plot.png" not in told
     told = fresh.nestfed("compare", "study.toml", "--seeds", "2", "--out", "two")
     assert "fedavg" in told
     assert "curves" not in told
@@ -97,7 +97,7 @@ def test_what_an_extra_is_for_says_its_name(fresh: Fresh) -> None:
     assert "nestfed[tensorboard]" in fresh.refused("run", "study.toml", "--out", "three", "--tensorboard")
     assert "nestfed[flower]" in fresh.refused("deploy", "local", "study.toml", "--sites", "2")
     assert "nestfed[privacy]" in fresh.refused(
-        "run", "study.toml", "run.noise=1.0", "exchange.reduce=clip:1.0", "--out", "four"
+        "run", "study.toml", "exchange.privacy={ clip = 1.0, noise = 1.0 }", "--out", "four"
     )
 
 

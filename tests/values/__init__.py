@@ -8,5 +8,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-if str(TESTS) not in sys.path:  # the toys of the other tests are used here too
-    sys.path.insert(0, str(TESTS))
+# The toys of the other tests, and their network in memory, are used here too.
+for _folder in (TESTS, *(p for p in sorted(TESTS.iterdir()) if p.is_dir())):
+    if str(_folder) not in sys.path:
+        sys.path.append(str(_folder))

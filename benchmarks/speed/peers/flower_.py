@@ -47,11 +47,11 @@ def main(grid, context):
         min_available_nodes=CLIENTS,
     )
 
-    def told(number, arrays):
+    def report(number, arrays):
         print("round", time.perf_counter(), flush=True)
         return MetricRecord({"x": 0.0})
 
-    strategy.start(grid, ArrayRecord(FashionNet().state_dict()), num_rounds=ROUNDS, evaluate_fn=told)
+    strategy.start(grid, ArrayRecord(FashionNet().state_dict()), num_rounds=ROUNDS, evaluate_fn=report)
 
 
 if __name__ == "__main__":

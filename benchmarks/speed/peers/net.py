@@ -27,7 +27,7 @@ class FashionNet(nn.Module):
 
 
 def given() -> tuple[Path, int, int, int]:
-    """Return the folder of the data, the clients, how many of them take part, and the rounds."""
+    """Return the data folder, the number of clients, how many take part, and the rounds."""
     folder, clients, taking_part, rounds = sys.argv[1:5]
     return Path(folder), int(clients), int(taking_part), int(rounds)
 

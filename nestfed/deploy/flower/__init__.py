@@ -1,11 +1,11 @@
-"""Flower: the same rounds between machines that share nothing but named fields (`pip install 'nestfed[flower]'`).
+"""Run the rounds between institutions with Flower (`pip install 'nestfed[flower]'`).
 
-    app = client_app("experiment.toml")     # at every site; its node configuration says which client it is
-    app = server_app("experiment.toml")     # at the coordinator; the app's configuration holds the rules
+    app = client_app("experiment.toml")     # at every site; its node configuration gives the client's number
+    app = server_app("experiment.toml")     # at the coordinator; the app's configuration holds the options
 
 Messages: `query.hello` and `query.spread` before the first round (counts, sums, names), then `train` with the shared
-fields, and `evaluate` to sites that are not asked in a round. No other kind of message is answered. Whatever goes
-wrong at a site is told there, in its own log; the coordinator only hears of which kind it is.
+fields, and `evaluate` for sites that do not train in a round. Other messages are not answered. An error at a site is
+logged there; the coordinator receives only its kind.
 """
 
 from importlib.util import find_spec

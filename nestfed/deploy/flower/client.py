@@ -1,4 +1,4 @@
-"""A site: it answers what it is asked, and tells of its troubles in its own log."""
+"""A site: answers the coordinator's messages and logs its own errors."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class _Node:
 
         known = ("client", "site", "data", "state", "experiment", "threads")
         if wrong := [k for k in config if k not in known]:
-            raise NestfedError(f"The node configuration knows {', '.join(known)}, but not {wrong[0]!r}.")
+            raise NestfedError(f"Unknown key {wrong[0]!r} in the node configuration; it takes {', '.join(known)}.")
         n = config.get("client")
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise NestfedError("The node configuration must say which client this is: client=0 for the first.")
+            raise NestfedError("The node configuration must give the client's number: client=0 for the first.")
         name = str(config.get("site", f"site-{n}"))
         if not re.fullmatch(r"[\w.-]{1,64}", name) or name.startswith("."):
-            raise NestfedError(f"A site's name is made of letters, digits, '-', '_' and '.', not {name!r}.")
+            raise NestfedError(f"A site's name may contain letters, digits, '-', '_' and '.', but it is {name!r}.")
         state = config.get("state")
         if not state:
             from platformdirs import user_data_path
@@ -96,7 +96,7 @@ def client_app(source: Any) -> ClientApp:
 
 
 def _safely(message: Message, act: Callable[[], RecordDict]) -> Message:
-    """Answer in any case. The text of an error may quote the site's data, so it stays in the site's log."""
+    """Always answer. An error message may quote the site's data, so it stays in the site's log."""
     try:
         content = act()
     except _TroubleError as trouble:
@@ -109,7 +109,7 @@ def _safely(message: Message, act: Callable[[], RecordDict]) -> Message:
         LOG.log(WARNING, "nestfed: %s", error)
         content = _trouble("lost-state")
     except Exception:
-        LOG.exception("nestfed: this site cannot do what it was asked.")
+        LOG.exception("nestfed: this site failed.")
         content = _trouble("failed")
     return Message(content, reply_to=message)
 
@@ -125,7 +125,7 @@ def _trouble(kind: str) -> RecordDict:
 
 
 def _site(study: Any, message: Message, context: Context) -> tuple[_Node, Mapping[str, Any]]:
-    """Return the site's configuration and the order's words, unless it must not take part."""
+    """Return the site's configuration and the order; raise if the site must not take part."""
     node = _Node.read(context.node_config)
     if node.threads:
         torch.set_num_threads(node.threads)
@@ -144,10 +144,10 @@ def _hello(study: Any, message: Message, context: Context) -> RecordDict:
 
     node, _ = _site(study, message, context)
     if isinstance(study, Custom):
-        told = Facts(examples=as_clients(study.make().clients).examples(node.place.n))
+        found = Facts(examples=as_clients(study.make().clients).examples(node.place.n))
     else:
-        told = facts(study, node.place)
-    return facts_record(told, stamp_of(study, client=node.place.n, site=node.name))
+        found = facts(study, node.place)
+    return facts_record(found, stamp_of(study, client=node.place.n, site=node.name))
 
 
 def _spread(study: Any, message: Message, context: Context) -> RecordDict:
@@ -165,14 +165,14 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
     run, exchange, execution = study.run, study.exchange, study.execution
     token = str(words["token"])
     if not re.fullmatch(r"[0-9a-f]{16}", token):
-        raise NestfedError("The order has no proper token.")
+        raise NestfedError("The order has no valid token.")
     folder = node.state / token
     if "plan" in message.content:
         plan = plan_of(message.content["plan"], arrays_of(message.content["scaling"]))  # type: ignore[arg-type]
         write_plan(folder / "plan.safetensors", plan, token)
     found = read_plan(folder / "plan.safetensors")
     if found is None:
-        raise _TroubleError("no-plan", f"there is no plan in {folder}; the coordinator will send it again.")
+        raise _TroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
     plan = found[0]
     n = node.place.n
     made = Made(study.make(), lambda model: {}) if isinstance(study, Custom) else at_site(study, node.place, plan)
@@ -200,13 +200,13 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
         )  # fmt: skip
         upload = _upload(local, order, received)
         reply["fields"] = as_record({k: v[0] for k, v in upload.fields.items()})
-        loss = {} if bool(upload.loss.isnan()) else {"loss": float(upload.loss)}  # a problem may note none
+        loss = {} if bool(upload.loss.isnan()) else {"loss": float(upload.loss)}  # a problem may record none
         reply["report"] = MetricRecord({"moved": float(upload.moved), "examples": upload.examples, **loss})
     return reply
 
 
 def _upload(local: Local, order: Order, received: Fields) -> Upload:
-    """Run this site's round; numbers that became infinite or NaN stay here, with a sentence in the log."""
+    """Run this site's round; raise if its numbers become infinite or NaN."""
     kept = Reply({})
     with torch.no_grad():
         for upload in local.uploads(order, received, kept):

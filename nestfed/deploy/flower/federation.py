@@ -1,4 +1,4 @@
-"""A federation whose clients are institutions: rounds over Flower, with deadlines, retries and a minimum of answers."""
+"""A federation of institutions: rounds over Flower, with deadlines, retries and a minimum number of answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nestfed.deploy.flower.gate import Gate, RejectedError, TroubleError
 from nestfed.deploy.flower.mailbox import HELLO
 from nestfed.deploy.flower.messages import arrays_of, broadcast_record, plan_record, stamp_of, tensors_of
 from nestfed.deploy.flower.roster import POLL, Roster
-from nestfed.deploy.site import pool, refuse_tally
+from nestfed.deploy.site import pool, tally_error
 from nestfed.engine.options import Exchange
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from nestfed.deploy.site import Agreement
 
 MOST_TALLY = 1_000_000
-"""Bytes of a site's counts that are accepted."""
+"""The largest accepted tally, in bytes."""
 
 Tally = Mapping[str, np.ndarray]
 
 
 class InOrder:
-    """Folds uploads in the order of the clients, each as soon as all before it are there: sums are a simulation's."""
+    """Fold uploads in the order of the clients, so that sums equal those of a simulation."""
 
     def __init__(self, fold: Fold, asked: Sequence[int]) -> None:
         self.fold, self.queue = fold, deque(asked)
@@ -40,21 +40,21 @@ class InOrder:
         self.done: set[int] = set()
 
     def add(self, n: int, upload: Upload) -> None:
-        """Take in the upload of client n."""
+        """Add the upload of client n."""
         self.waiting[n] = upload
         self.done.add(n)
         while self.queue and self.queue[0] in self.waiting:
             self.fold.add(self.waiting.pop(self.queue.popleft()))
 
     def finish(self) -> None:
-        """Fold what waits for clients that will not answer."""
+        """Fold the uploads that were waiting for clients that did not answer."""
         for n in sorted(self.waiting):
             self.fold.add(self.waiting.pop(n))
 
 
 @dataclass
 class Round:
-    """A round that is under way."""
+    """A round in progress."""
 
     order: Order
     shared: ArrayRecord
@@ -64,16 +64,16 @@ class Round:
     reply: Reply
     tallies: dict[int, Tally] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
-    """The version of each client's private fields that it is asked to start from."""
+    """The version of its private fields from which each client starts."""
 
     @property
     def number(self) -> int:
-        """How people count it: from 1."""
+        """The round's number in messages, from 1."""
         return self.order.round + 1
 
 
 class Flower:
-    """Runs rounds at sites. Their private fields stay with them; the order says which version to start from."""
+    """Run rounds at sites. Private fields stay there; the order gives the version to start from."""
 
     def __init__(
         self, roster: Roster, plan: Agreement, token: str, point: str, exchange: Exchange, *, sites_evaluate: bool
@@ -86,10 +86,10 @@ class Flower:
         self.planned: set[int] = set()
         """Nodes that have the plan."""
 
-    # -- the federation's verbs
+    # -- the methods of a federation
 
     def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
-        """Ask until there are enough good answers for a round, or give up."""
+        """Ask until there are enough valid answers for a round, or raise."""
         reply = empty_reply(shared, self.point, order, self.exchange)
         fold = Fold(self.exchange, shared, reply, self.weight)
         gate = Gate(order, shared, self.point, self.exchange, self.roster.setup.norm_limit, fold)
@@ -113,7 +113,7 @@ class Flower:
         return {}
 
     def restore(self, private: Fields) -> None:
-        """Nothing to restore: the sites kept their versions."""
+        """Do nothing: the sites keep their own versions."""
 
     def agree(self, value: Any) -> Any:
         """Return the value: there is one coordinator."""
@@ -143,18 +143,18 @@ class Flower:
             self._collect(now, wanted, audience)
             if len(now.uploads.done if asked else now.tallies) >= least:
                 return
-            roster.say(
-                f"round {now.number}: {len(now.uploads.done)} of {len(asked)} sites answered well in time, {least} are "
-                f"needed (attempt {attempt + 1} of {setup.attempts})."
+            roster.log(
+                f"round {now.number}: {len(now.uploads.done)} of {len(asked)} sites sent valid answers in time, {least} "
+                f"are needed (attempt {attempt + 1} of {setup.attempts})."
             )
-        if asked:  # otherwise only a metric is missing
+        if asked:  # otherwise only metrics are missing
             raise NestfedError(
-                f"Round {now.number} had too few answers {setup.attempts} times; run it again to resume after round "
+                f"Round {now.number} had too few answers {setup.attempts} times; run again to resume after round "
                 f"{now.order.round}."
             )
 
     def _collect(self, now: Round, wanted: list[int], audience: list[int]) -> None:
-        """Ask once, and take in what comes before the deadline."""
+        """Ask once, and collect answers until the deadline."""
         roster = self.roster
         end = time.monotonic() + roster.setup.deadline
         open_: set[int] = set()
@@ -167,9 +167,9 @@ class Flower:
         for n in (*wanted, *audience):
             put(n)
         while open_ and time.monotonic() < end:
-            # A site that came up again has forgotten the question.
+            # A restarted site has lost the message.
             for n in {roster.client_of[node] for node in roster.poll() if node in roster.client_of} & open_:
-                roster.say(f"site {roster.name(roster.nodes().get(n, 0))} came back; it is asked again.", INFO)
+                roster.log(f"site {roster.name(roster.nodes().get(n, 0))} restarted and is asked again.", INFO)
                 put(n)
             for node, kind, reply in roster.answers():
                 n = roster.client_of.get(node, -1)
@@ -184,15 +184,15 @@ class Flower:
                     if self._help(now, n, node, trouble):
                         put(n)
                 except RejectedError as error:
-                    roster.say(f"round {now.number}: the answer of site {roster.name(node)} is dropped: {error}")
+                    roster.log(f"round {now.number}: the answer of site {roster.name(node)} is rejected: {error}")
             time.sleep(POLL)
         for n in sorted(open_):
-            roster.say(f"round {now.number}: site {roster.name(roster.nodes().get(n, 0))} did not answer in time.")
-        roster.mailbox.withdraw(kind="train")  # a late answer finds nobody who waits for it
+            roster.log(f"round {now.number}: site {roster.name(roster.nodes().get(n, 0))} did not answer in time.")
+        roster.mailbox.withdraw(kind="train")  # ignore late answers
         roster.mailbox.withdraw(kind="evaluate")
 
     def _send(self, now: Round, n: int, train: bool) -> bool:
-        """Ask client n, if it is there."""
+        """Ask client n if it is connected; return whether it is."""
         node = self.roster.nodes().get(n)
         if node is None:
             return False
@@ -210,39 +210,39 @@ class Flower:
         return True
 
     def _joined(self, node: int, reply: Message, missing: set[int]) -> bool:
-        """Take in a site's greeting; return whether it is to be asked now."""
+        """Register a site; return whether to ask it in this round."""
         roster = self.roster
-        first = node in roster.silent
+        first = node in roster.unanswered
         roster.register(node, reply)
-        if not first or node in roster.refused or roster.client_of.get(node, -1) not in missing:
+        if not first or node in roster.rejected or roster.client_of.get(node, -1) not in missing:
             return False
-        if roster.mailbox.greetings(node):
-            roster.behind.add(node)  # or it was only slow, which its answer will show
+        if roster.mailbox.open_hellos(node):
+            roster.behind.add(node)  # or it was only slow: its answer clears this
         return True
 
     def _help(self, now: Round, n: int, node: int, trouble: TroubleError) -> bool:
-        """Do something about a site's trouble; return whether to ask it again."""
+        """Handle a site's error; return whether to ask it again."""
         roster, name = self.roster, self.roster.name(node)
         if trouble.kind == "no-plan" and node in self.planned:
             self.planned.discard(node)
             return True
         if trouble.kind == "lost-state" and roster.setup.restart_lost and now.seen.get(n, -1) >= 0:
-            roster.say(f"round {now.number}: site {name} lost its private fields and starts anew.")
+            roster.log(f"round {now.number}: site {name} lost its private fields and starts over.")
             now.seen[n] = -1
             return True
         if trouble.kind == "diverged":
-            sentence = f"Site {name}: its numbers became infinite or NaN in round {now.number}; its own log says where."
+            sentence = f"The numbers of site {name} became infinite or NaN in round {now.number}; see its log."
             if self.exchange.on_nan == "stop":
                 raise DivergedError(sentence)
             now.reply.dropped[n] = sentence
         elif trouble.kind in ("another-experiment", "another-version"):
-            roster.refuse(node, str(trouble))
+            roster.reject(node, str(trouble))
         else:
-            roster.say(f"round {now.number}: site {name} did not take part: {trouble}")
+            roster.log(f"round {now.number}: site {name} did not take part: {trouble}")
         return False
 
     def _take(self, now: Round, n: int, node: int, reply: Message, training: bool) -> None:
-        """Check an answer to the last number before anything of it is used."""
+        """Check all of an answer, then use it."""
         words = self.roster.words(reply, "answer")
         if words.get("client") != n:
             raise RejectedError(f"it answered for client {words.get('client')}.")
@@ -250,7 +250,7 @@ class Flower:
             raise RejectedError(f"it answered round {_plus_one(words.get('round'))} instead of {now.number}.")
         extra = set(reply.content) - {"answer", "fields", "report", "tally"}
         if extra or ("fields" in reply.content) != training:
-            raise RejectedError("it sent records that nobody asked for, or not those asked for.")
+            raise RejectedError("it sent other records than requested.")
         tally = _tally(reply) if now.evaluate else {}
         if training:
             now.uploads.add(n, self._upload(now, n, reply))
@@ -261,22 +261,22 @@ class Flower:
     def _upload(self, now: Round, n: int, reply: Message) -> Upload:
         if self.weight is not None and not self.weight(n):
             raise NestfedError(
-                "exchange.weights = 'examples', but this problem's sites do not count examples: set equal."
+                "exchange.weights = 'examples', but the sites of this problem do not count examples; set it to 'equal'."
             )
         fields, report = reply.content.get("fields"), reply.content.get("report")
         if not isinstance(fields, ArrayRecord) or not isinstance(report, MetricRecord):
             raise RejectedError("its fields or its report are missing.")
         moved, examples, loss = report.get("moved"), report.get("examples"), report.get("loss")
         if set(report) - {"loss"} != {"moved", "examples"} or not isinstance(moved, int | float):
-            raise RejectedError("its report is not as asked.")
+            raise RejectedError("its report is invalid.")
         if not isinstance(examples, int) or not isinstance(loss, int | float | None):
-            raise RejectedError("its report is not as asked.")
-        # numpy's header is at most some hundred bytes for every array, of which int8 has two.
+            raise RejectedError("its report is invalid.")
+        # Each array has a header of some hundred bytes; int8 sends two arrays per field.
         most = sum(v.numel() * v.element_size() + 10_000 for v in now.gate.shared.values()) * 2
         return now.gate.checked(n, tensors_of(fields, most), loss, float(moved), examples)
 
     def _count_bytes(self, now: Round) -> None:
-        """Note the bytes of the messages themselves, beside the record's count of the fields in them."""
+        """Log the size of the messages; the record counts only the fields in them."""
         mailbox = self.roster.mailbox
         line = {"round": now.number, "sent": mailbox.sent, "received": mailbox.got}
         with (self.roster.setup.out / "wire.jsonl").open("a", encoding="utf-8") as file:
@@ -284,12 +284,12 @@ class Flower:
 
 
 def _tally(reply: Message) -> Tally:
-    """Return a site's counts for the metrics, if it sent some."""
+    """Return a site's counts for the metrics, if it sent any."""
     record = reply.content.get("tally")
     if not isinstance(record, ArrayRecord):
         return {}
     counted = arrays_of(record, MOST_TALLY)
-    if sentence := refuse_tally(counted):
+    if sentence := tally_error(counted):
         raise RejectedError(sentence)
     return counted
 

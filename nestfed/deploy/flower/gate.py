@@ -1,4 +1,4 @@
-"""What the coordinator believes of an answer: nothing of it is used before all of it was checked."""
+"""Check a site's whole upload before any of it is used."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nestfed.core import Fields
+from nestfed.core import Fields, NestfedError
 from nestfed.engine.encode import wire_form
 from nestfed.engine.options import Exchange
 from nestfed.engine.program import TAP
 from nestfed.engine.round import Fold, Order, Upload
 
 
-class RejectedError(Exception):
-    """An answer that must not be used; the sentence says why."""
+class RejectedError(NestfedError):
+    """An answer that must not be used."""
 
 
 class TroubleError(RejectedError):
-    """A site says of itself that something is wrong."""
+    """A site reports an error of its own."""
 
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -37,7 +37,7 @@ class Gate:
     point: str
     exchange: Exchange
     norm_limit: float
-    """The largest norm of a change that is accepted; 0 = any."""
+    """The largest accepted norm of a change; 0 = no limit."""
     fold: Fold
 
     def checked(self, n: int, fields: Mapping[str, Tensor], loss: float | None, moved: float, examples: int) -> Upload:

@@ -1,4 +1,4 @@
-"""Messages between coordinator and sites that are on their way."""
+"""Open messages between coordinator and sites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DAY = 86400.0
 
 
 class Mailbox:
-    """Messages under way. An answer is taken once, and only while its question stands."""
+    """Open messages. An answer is received once, and only if its message was not withdrawn."""
 
     def __init__(self, grid: Grid, deadline: float) -> None:
         self.grid, self.deadline = grid, deadline
@@ -19,7 +19,7 @@ class Mailbox:
         self.sent = self.got = 0
 
     def send(self, node: int, kind: str, content: RecordDict, group: str = "") -> None:
-        """Ask a node something; what it was asked before and has not answered is withdrawn, but for greetings."""
+        """Send a message to a node; it replaces an open message of the same kind, except a hello."""
         if kind != HELLO:
             self.withdraw(node, kind)
         message = Message(content, node, kind, ttl=DAY if kind == HELLO else self.deadline, group_id=group)
@@ -36,12 +36,12 @@ class Mailbox:
             if not ((node is None or n == node) and (kind is None or k == kind))
         }
 
-    def greetings(self, node: int) -> int:
-        """Return how many greetings a node has left unanswered."""
+    def open_hellos(self, node: int) -> int:
+        """Return the number of hello messages that a node has not answered."""
         return list(self.open.values()).count((node, HELLO))
 
     def receive(self) -> list[tuple[int, str, Message]]:
-        """Return the answers that have come."""
+        """Return the new answers."""
         found = []
         for reply in self.grid.pull_messages(list(self.open)) if self.open else ():
             asked = self.open.pop(reply.metadata.reply_to_message_id, None)

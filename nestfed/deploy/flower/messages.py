@@ -1,4 +1,4 @@
-"""What messages hold: arrays, plans, who may talk to whom; and the study that all of it is about."""
+"""Convert arrays, plans and facts to messages and back, and check versions."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from nestfed.experiment.spec import RunSpec
 
 PROTOCOL = 2
-"""Raised when messages change."""
-LOG = logging.getLogger("flwr")  # what `flwr run --stream` and a site's own terminal show
+"""Increased when messages change."""
+LOG = logging.getLogger("flwr.nestfed")  # a child of Flower's logger: `flwr run --stream` and a site's terminal show it
 
 TROUBLES = {
-    "another-experiment": "it was started for another experiment, or reads this one differently",
+    "another-experiment": "it runs another experiment, or another version of this one",
     "another-version": f"it does not run nestfed {__version__} with protocol {PROTOCOL}",
-    "lost-state": "it does not have its private fields of the round it last took part in; bring back its `state` "
-    "folder, or set lost-state to restart",
+    "lost-state": "its private fields of its last round are missing; restore its `state` folder, or set "
+    "lost-state to restart",
     "no-plan": "it has no plan yet",
-    "diverged": "its numbers became infinite or NaN; its own log says where",
-    "failed": "it could not do what it was asked; its own log says why",
+    "diverged": "its numbers became infinite or NaN; see its log",
+    "failed": "it failed; see its log",
 }
 
 
 @dataclass(frozen=True)
 class Custom:
-    """A problem written in Python instead of an experiment file. `make` is called at every site and coordinator."""
+    """A problem written in Python instead of an experiment file. Every site and the coordinator call `make`."""
 
     name: str
     make: Callable[[], Assembly]
@@ -61,12 +61,12 @@ class Custom:
         return {"custom": self.name, "algorithm": repr(self.make().algorithm), **tables}
 
     def digest(self) -> str:
-        """Return a short name of these settings."""
+        """Return a short hash of these settings."""
         return hashlib.sha256(json.dumps(self.resolved(), sort_keys=True).encode()).hexdigest()[:10]
 
 
 def study_of(source: Any) -> Any:
-    """Return the experiment that a file holds; an `Experiment` or `Custom` as it is."""
+    """Read an experiment file; return an `Experiment` or `Custom` unchanged."""
     if isinstance(source, str | Path):
         from nestfed.experiment.spec import read
 
@@ -75,22 +75,22 @@ def study_of(source: Any) -> Any:
 
 
 def as_record(fields: Mapping[str, Tensor]) -> ArrayRecord:
-    """Return fields as a message holds them."""
+    """Convert fields to a record."""
     return ArrayRecord({k: Array(v.detach().cpu().contiguous().numpy()) for k, v in fields.items()})
 
 
 def number_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Return arrays as a message holds them."""
+    """Convert arrays to a record."""
     return ArrayRecord({k: Array(np.ascontiguousarray(v).reshape(v.shape)) for k, v in arrays.items()})
 
 
 def arrays_of(record: ArrayRecord, most: int | None = None) -> dict[str, np.ndarray]:
-    """Decode arrays (never pickles), after a look at their size."""
+    """Decode arrays (never pickles) after checking their size."""
     if most is not None and sum(len(a.data) for a in record.values()) > most:
-        raise RejectedError("it sent more bytes than were asked for.")
+        raise RejectedError("it sent more bytes than allowed.")
     try:
         return {k: np.array(a.numpy()) for k, a in record.items()}
-    except Exception as error:  # a header of hostile bytes may raise anything, from TokenError to MemoryError
+    except Exception as error:  # a hostile header can raise anything, from TokenError to MemoryError
         raise RejectedError("it sent arrays that cannot be read.") from error
 
 
@@ -99,28 +99,28 @@ def tensors_of(record: ArrayRecord, most: int | None = None) -> dict[str, Tensor
     try:
         return {k: torch.from_numpy(a) for k, a in arrays_of(record, most).items()}
     except TypeError as error:
-        raise RejectedError("it sent arrays of an unknown kind of number.") from error
+        raise RejectedError("it sent arrays of an unsupported type.") from error
 
 
 def stamp_of(study: Any, **more: Any) -> ConfigRecord:
-    """Return what every question begins with: protocol, version, experiment."""
+    """Return the header of every message: protocol, version, experiment."""
     return ConfigRecord({"protocol": PROTOCOL, "version": __version__, "digest": study.digest(), **more})
 
 
 def mismatch(study: Any, stamp: Mapping[str, Any]) -> str:
-    """Return the kind of trouble if a stamp is not ours, else nothing."""
+    """Return the kind of mismatch between a stamp and our own, or nothing."""
     if stamp.get("protocol") != PROTOCOL or stamp.get("version") != __version__:
         return "another-version"
     return "another-experiment" if stamp.get("digest") != study.digest() else ""
 
 
 def broadcast_record(encoding: Encoding, shared: Fields) -> ArrayRecord:
-    """Return the shared fields as they are sent down."""
+    """Encode the shared fields for the sites."""
     return as_record({k: squeeze(encoding.down, v)[""] for k, v in shared.items()} if encoding.down else shared)
 
 
 def fields_of(encoding: Encoding, record: ArrayRecord) -> dict[str, Tensor]:
-    """Return the shared fields of a broadcast."""
+    """Decode the shared fields of a broadcast."""
     fields = tensors_of(record)
     return {k: v.view(torch.bfloat16) for k, v in fields.items()} if encoding.down == "bfloat16" else fields
 
@@ -133,7 +133,7 @@ def _columns(words: Mapping[str, Any]) -> Schema:
 
 
 def facts_record(facts: Facts, words: ConfigRecord) -> RecordDict:
-    """Return what a site shares before the first round as a message holds it, after the message's first `words`."""
+    """Convert a site's facts to a message that starts with `words`."""
     sums = facts.sums
     words["examples"], words["positives"] = facts.examples, facts.positives
     words["shape"], words["classes"] = list(facts.shape), list(facts.classes)
@@ -142,7 +142,7 @@ def facts_record(facts: Facts, words: ConfigRecord) -> RecordDict:
 
 
 def facts_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Facts:
-    """Return the facts of a message; a ValueError, KeyError or TypeError if they do not fit together."""
+    """Read the facts of a message; raise ValueError, KeyError or TypeError if they are inconsistent."""
     from nestfed.deploy.site import Facts
 
     sums = Sums(_columns(words), int(words["examples"]), arrays["known"], arrays["total"])
@@ -153,12 +153,12 @@ def facts_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fact
     good = sums.known.shape == sums.total.shape == width and np.isfinite(sums.total).all()
     good = good and ((sums.known >= 0) & (sums.known <= sums.rows)).all()
     if not good or not 0 <= found.positives <= found.examples:
-        raise ValueError("its counts and sums do not fit together.")
+        raise ValueError("its counts and sums are inconsistent.")
     return found
 
 
 def plan_record(plan: Agreement) -> tuple[ConfigRecord, ArrayRecord]:
-    """Return what all sites agree on as a message holds it."""
+    """Convert the agreement to records."""
     words: dict[str, Any] = {"clients": plan.clients, "shape": list(plan.shape), "p": plan.p}
     words |= {"classes": list(plan.classes), "columns": json.dumps(schema_to_json(plan.encoding.schema))}
     return ConfigRecord(words), number_record(_scaling(plan))
@@ -170,13 +170,13 @@ def _scaling(plan: Agreement) -> dict[str, np.ndarray]:
 
 
 def plan_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Agreement:
-    """Return what all sites agree on, of a message or a file."""
+    """Read the agreement from a message or a file."""
     from nestfed.deploy.site import Agreement
 
     schema = _columns(words)
     numbers = arrays["mean"], arrays["deviation"], arrays["gaps"].astype(bool)
     if any(a.shape != (sum(map(len, schema)),) for a in numbers):
-        raise ValueError("the columns and their scales differ in number")
+        raise ValueError("the numbers of columns and scales differ")
     encoding = TableEncoding(schema, *numbers)
     return Agreement(
         int(words["clients"]), tuple(words["shape"]), tuple(words["classes"]), float(words["p"]), encoding
@@ -184,14 +184,14 @@ def plan_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Agree
 
 
 def write_plan(path: Path, plan: Agreement, token: str) -> None:
-    """Keep the agreement for a run that is resumed."""
+    """Save the agreement, so that the run can be resumed."""
     words, _ = plan_record(plan)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, save_arrays(_scaling(plan), {"plan": json.dumps(dict(words)), "token": token}))
 
 
 def read_plan(path: Path) -> tuple[Agreement, str] | None:
-    """Return the plan that was kept, and the run's token."""
+    """Return the saved agreement and the run's token."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""The coordinator: agrees with the sites on how data are encoded, then runs the loop and writes what a simulation writes."""
+"""The coordinator: agrees with the sites on the encoding of data, runs the loop, and writes a simulation's files."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ from nestfed.files import locked, write_atomically, write_model
 from nestfed.problems.objective import Labelled
 
 PREDECESSOR = 60.0
-"""Seconds for the ServerApp of a SuperLink that was killed to notice, about ten, before the run is rejected."""
+"""Seconds to wait for the directory's lock. The ServerApp of a killed SuperLink needs about ten to end."""
 
 
 class Coordinator:
-    """One run of a federation, from whoever is there to the last round."""
+    """One run of a federation."""
 
     def __init__(self, study: Any, setup: Setup, grid: Grid) -> None:
         self.study, self.setup, self.roster = study, setup, Roster(study, setup, grid)
 
     def run(self) -> None:
-        """Run the experiment, from the last finished round on."""
+        """Run the experiment, or resume it after the last finished round."""
         claim(self.setup.out, self.study)
         with locked(self.setup.out, PREDECESSOR):
             if (self.setup.out / "finished.json").exists():
-                self.roster.say(f"{self.setup.out} holds a finished run; choose another `out` for a new one.", INFO)
+                self.roster.log(f"{self.setup.out} contains a finished run; choose another `out` for a new one.", INFO)
                 return
             try:
                 self._run()
             except NestfedError as error:
-                self.roster.say(f"stopped: {error}")
+                self.roster.log(f"stopped: {error}")
                 raise
 
     def _run(self) -> None:
-        study, setup, say = self.study, self.setup, self.roster.say
+        study, setup, log = self.study, self.setup, self.roster.log
         plan, token = self.plan()
         made = study.make() if isinstance(study, Custom) else at_coordinator(study, plan)
         sites_evaluate = not isinstance(study, Custom) and isinstance(study.problem, Labelled)
@@ -73,10 +73,10 @@ class Coordinator:
         flower = Flower(self.roster, plan, token, method.point, exchange, sites_evaluate=sites_evaluate)
         noise = Noise.plan(exchange, setup.sites)
         if noise:
-            # Who is asked follows from the seed, which every site knows: nothing is gained by sampling.
+            # Every site knows the seed and so who takes part: sampling does not amplify privacy.
             statement = replace(noise, rate=1.0).statement(study.run.rounds, method.shared)
             write_atomically(setup.out / "privacy.txt", f"{statement}\n".encode())
-            say(statement, INFO)
+            log(statement, INFO)
         evaluation = study.evaluation
         if evaluation.keep == "best":
             evaluation = replace(evaluation, metric=f"val_{evaluation.metric or made.metric}")
@@ -92,15 +92,15 @@ class Coordinator:
             rules, study.run.rounds, study.run.q, study.run.seed, evaluation, None if sites_evaluate else judge,
             sites_evaluate,
         )  # fmt: skip
-        # A site keeps only a few versions of its private fields, so every round has its checkpoint.
+        # A site keeps only a few versions of its private fields, so write a checkpoint every round.
         book = RunDirectory(
             setup.out, f"{study.digest()} {token}", flower, point=method.point, rounds=study.run.rounds,
-            evaluation=evaluation, checkpoint_every=1, warn=say,
+            evaluation=evaluation, checkpoint_every=1, warn=log,
         )  # fmt: skip
         state = RunState.start(method, method.init(problem, problem.x0), setup.sites)
         state = book.resume(state, torch.device("cpu"), grow=True)
         if state.round:
-            say(f"resumes after round {state.round} of {study.run.rounds}.", INFO)
+            log(f"resuming after round {state.round} of {study.run.rounds}.", INFO)
         book.progress = _Announcer(self.roster, study.run.rounds, state.round)
         with book, torch.no_grad():
             loop.drive(run, state, flower, book)
@@ -109,14 +109,14 @@ class Coordinator:
     # -- before the first round
 
     def plan(self) -> tuple[Agreement, str]:
-        """Return what all sites agree on: as it was before, or from what those who are there tell."""
+        """Return the saved agreement, or make one with the connected sites."""
         path = self.setup.out / "plan.safetensors"
         if found := read_plan(path):
             return replace(found[0], clients=self.setup.sites), found[1]
         total, least = self.setup.sites, self.setup.least
         if not self.roster.wait(lambda: len(self.roster.nodes()) >= total) and len(self.roster.nodes()) < least:
             raise NestfedError(
-                f"Only {len(self.roster.nodes())} of {total} sites came within {self.setup.deadline:g} s; "
+                f"Only {len(self.roster.nodes())} of {total} sites connected within {self.setup.deadline:g} s; "
                 f"{least} are needed."
             )
         self.roster.flush()
@@ -129,8 +129,8 @@ class Coordinator:
         there = self.roster.nodes()
         if isinstance(self.study, Custom):
             return Agreement(self.setup.sites)
-        told = {self.roster.name(there[n]): self.roster.facts[n] for n in sorted(there)}
-        plan = merge(told, self.setup.sites, self.study.exchange.weights == "examples")
+        facts = {self.roster.name(there[n]): self.roster.facts[n] for n in sorted(there)}
+        plan = merge(facts, self.setup.sites, self.study.exchange.weights == "examples")
         if not plan.encoding.schema:
             return plan
         words, arrays = plan_record(plan)
@@ -148,7 +148,9 @@ class Coordinator:
                         self.roster.words(reply, "site")
                         values = arrays_of(reply.content["squares"])["squares"]  # type: ignore[arg-type]
                     except (RejectedError, KeyError) as error:
-                        raise NestfedError(f"Site {self.roster.name(node)} sent no sums of squares: {error}") from error
+                        raise NestfedError(
+                            f"Site {self.roster.name(node)} did not send sums of squares: {error}"
+                        ) from error
                     if values.shape != plan.encoding.mean.shape or not np.isfinite(values).all() or (values < 0).any():
                         raise NestfedError(f"Site {self.roster.name(node)} sent invalid sums of squares.")
                     squares[number[node]] = values
@@ -156,8 +158,8 @@ class Coordinator:
                     self.roster.register(node, reply)
             time.sleep(POLL)
         if len(squares) < len(there):
-            raise NestfedError("A site sent its sums but not its sums of squares; start again when it is there.")
-        return finish(plan, [squares[n] for n in sorted(squares)], told)
+            raise NestfedError("A site sent its sums but not its sums of squares; run again when it is connected.")
+        return finish(plan, [squares[n] for n in sorted(squares)], facts)
 
     def _finish(self, made: Assembly, x: torch.Tensor, book: RunDirectory) -> None:
         write_model(self.setup.out / "model.safetensors", made.problem.module(x), x)
@@ -165,7 +167,7 @@ class Coordinator:
 
 
 class _Announcer(Progress):
-    """Says in the coordinator's log how training goes."""
+    """Report progress in the coordinator's log."""
 
     def __init__(self, roster: Roster, total: int, done: int) -> None:
         super().__init__("", total, done, False)
@@ -176,7 +178,7 @@ class _Announcer(Progress):
         if metrics:
             shown = ({} if record["loss"] is None else {"loss": record["loss"]}) | metrics
             numbers = ", ".join(f"{k} {v:.4g}" for k, v in shown.items())
-            self.roster.say(f"round {record['round']} of {self.total}: {numbers}", INFO)
+            self.roster.log(f"round {record['round']} of {self.total}: {numbers}", INFO)
 
 
 def _check(problem: Any, method: Any, study: Any, sites: int) -> None:
@@ -184,11 +186,13 @@ def _check(problem: Any, method: Any, study: Any, sites: int) -> None:
     refuse_mismatch(problem, method)
     study.exchange.check(sites)
     if study.exchange.failures:
-        raise NestfedError("exchange.failures simulates failures; set it to 0, a deployment has its own.")
+        raise NestfedError("exchange.failures simulates failures; set it to 0 for a deployment.")
     if method.single and sites > 1:
         raise NestfedError(f"{method.name} is a single-machine method, but there are {sites} sites.")
     if study.evaluation.keep == "uniform" and not study.exchange.reduction.plain:
-        raise NestfedError("evaluation.keep = 'uniform' is a mean of the clients' points, so it needs the plain mean.")
+        raise NestfedError(
+            "evaluation.keep = 'uniform' averages the clients' points, so it needs exchange.reduce = 'mean' and no privacy."
+        )
 
 
 def server_app(source: Any) -> ServerApp:

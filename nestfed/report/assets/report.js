@@ -8,7 +8,7 @@
   const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((k) => [1, 2, 5].map((m) => m * 10 ** k));
   const DASHES = [[], [6, 4], [2, 3]];
 
-  // Numbers for people: as many digits as tell neighbours apart, large ones as 20k or 3M.
+  // Format numbers with just enough digits; large ones as 20k or 3M.
   const digits = (v, n) => String(Number(v.toPrecision(n)));
   const short = (v, n = 4) => {
     for (const [unit, size] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) if (Math.abs(v) >= size) return digits(v / size, n) + unit;
@@ -22,7 +22,7 @@
     seconds: (v) => `${digits(v, 3)} s`,
   };
 
-  // Values of equal x would become one when series are put on a common axis, so they are set apart by nothing visible.
+  // uPlot merges values of equal x on a common axis, so shift them by an invisible amount.
   const apart = (xs) => {
     const step = 1e-9 * (Math.abs(xs[xs.length - 1] - xs[0]) || 1);
     let last = -Infinity;
@@ -74,7 +74,7 @@
         const v = u.data[i][idxs[i]];
         if (v == null) return;
         const x = u.data[0][idxs[i]];
-        // Another method may have been seen last long before this place: each row tells its own if they differ.
+        // The nearest point of another method may be far away: show the x of each row if they differ.
         const edge = chart.kind === "curve" && s.main.sd.length ? u.data[i + 1][idxs[i]] : null;
         const sd = edge != null ? ` ± ${value(edge - v)}` : "";
         rows.push({ slot: s.main.slot, style: s.main.style, name: s.main.name, v, text: value(v) + sd, x });

@@ -2,7 +2,7 @@
 
     python papers/measurements/estimators/measure.py
 
-Prints the table of docs/choosing.md; needs eICU, heart disease and Fashion-MNIST (see docs/data.md).
+Prints the table of papers/measurements/choosing.md; needs eICU, heart disease and Fashion-MNIST (see docs/data.md).
 """
 
 from __future__ import annotations

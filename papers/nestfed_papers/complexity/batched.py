@@ -28,7 +28,7 @@ Watch = Callable[[Fields], Tensor]
 
 
 class Outcome(NamedTuple):
-    """What a run leaves: one value per seed and round, and what was spent by all clients of one seed."""
+    """The result of a run: one value per seed and round, and the costs of all clients of one seed."""
 
     values: Tensor
     """(rounds, seeds): the measure at every synchronised point."""
@@ -37,13 +37,13 @@ class Outcome(NamedTuple):
     examples: int
     shared: Fields
     reach: float
-    """The longest point that was seen."""
+    """The largest norm of a point."""
 
 
 def run(
     problem: Any, algorithm: AnyAlgorithm, clients: Source, T: int, q: int, seeds: tuple[int, ...], watch: Watch
 ) -> Outcome:
-    """Run at least T iterations, to the end of a round; watch every synchronised point, the first one included."""
+    """Run at least T iterations, to the end of a round; measure every synchronised point, including the first."""
     total = T_rounds = 0
     while total < T:
         total, T_rounds = span_from(algorithm, total, q).stop, T_rounds + 1
@@ -77,7 +77,7 @@ class Batched(Local):
         self.fields: Fields = {k: getattr(template, k) for k in algorithm.private}
 
     def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
-        """Run a round of everybody."""
+        """Run a round of all clients."""
         program = Program(self.problem, self.method, self.template, order.span, eager=True)
         batches = [self.source.at(self.seeds, t) for t in range(*order.span)]
         upload, self.fields, report = program(shared, self.fields, None, batches, [None] * len(batches))
@@ -102,7 +102,7 @@ def squared_gradient(setting: Setting, point: str = "x") -> Watch:
 
 
 def check(cases: dict[str, tuple[Setting, AnyAlgorithm]]) -> float:
-    """Compare run with simulate, and gradients by hand with automatic ones; return the largest difference."""
+    """Compare `run` with `simulate`, and explicit gradients with automatic ones; return the largest difference."""
     worst = 0.0
     for setting, algorithm in cases.values():
         problem = setting.problem(4)

@@ -106,13 +106,13 @@ def _times(schedule: Any, factor: float) -> Any:
 
 @cache
 def setting_of(family: str, N: int, alike: bool) -> Setting:
-    """Settings are kept because finding F* takes a while."""
+    """Cache settings, because finding F* is slow."""
     return Setting(family, N=N, alike=alike)
 
 
 def prescription(subject: Subject, setting: Setting, T: int) -> Prescription:
     """The theorem's settings for the constants of this problem."""
-    extra = {"e_factor": 8000.0} if subject.name == "fmgda" else {}  # what the proof's own condition needs
+    extra = {"e_factor": 8000.0} if subject.name == "fmgda" else {}  # required by the proof's condition
     return prescribe(subject.name, N=setting.N, T=T, **setting.constants, **extra)
 
 
@@ -128,7 +128,7 @@ def once(
     b: int = 1,
     watch: Watch | None = None,
 ) -> Outcome:
-    """One run of all seeds with the theorem's settings up to constants; q, m and b may be changed for a trial."""
+    """Run all seeds with the theorem's settings up to constants; a trial may change q, m and b."""
     p = prescription(subject, setting, T)
     inner = p.m * m if p.m else None
     algorithm = subject.make(p, *constants)
@@ -185,12 +185,14 @@ def tune(plan: Plan) -> dict[str, Any]:
         taken = min((t for t in allowed if t[0] <= (1 + TIE) * least), key=lambda t: (t[1][0], t[0]))
         value, (step, weight) = taken
         found[subject.name] = {"step": step, "weight": weight, "rms": value, "best": min(tried)[1], "trials": tried}
-        say(f"tuned {subject.name}: step ×{step:.3g}, weight ×{weight:g}, {value:.4f} (best trial {min(tried)[0]:.4f})")
+        show(
+            f"tuned {subject.name}: step ×{step:.3g}, weight ×{weight:g}, {value:.4f} (best trial {min(tried)[0]:.4f})"
+        )
     return found
 
 
 def rates(plan: Plan, tuned: dict[str, Any]) -> dict[str, Any]:
-    """(b) Rounds and examples against the gradient norm; also for the best trial, where a rule passed it over."""
+    """(b) Rounds and examples against the gradient norm; also for the best trial, where a rule skipped it."""
     found: dict[str, Any] = {}
     for subject in SUBJECTS.values():
         if plan.only and subject.name != plan.only:
@@ -208,12 +210,12 @@ def rates(plan: Plan, tuned: dict[str, Any]) -> dict[str, Any]:
         for case in (found[subject.name], found[subject.name].get("best trial")):
             if case:
                 slope = case["slope"]
-                say(f"{subject.name}: rounds {_interval(slope['rounds'])}, examples {_interval(slope['examples'])}")
+                show(f"{subject.name}: rounds {_interval(slope['rounds'])}, examples {_interval(slope['examples'])}")
     return found
 
 
 def costs(plan: Plan, subject: Subject, setting: Setting, constants: Sequence[float]) -> dict[str, Any]:
-    """What every T cost and reached, and the two slopes."""
+    """Return the costs and gradient norms for every T, and the two slopes."""
     rows: list[dict[str, Any]] = []
     for T in plan.Ts:
         outcome = once(subject, setting, T, constants, plan.seeds)
@@ -231,7 +233,7 @@ def costs(plan: Plan, subject: Subject, setting: Setting, constants: Sequence[fl
 
 
 def limits(plan: Plan, subject: Subject, setting: Setting, constants: Sequence[float]) -> dict[str, float]:
-    """What holds a method back at one T: the share of the start, and what fewer errors of each sort would gain."""
+    """Return what limits a method at one T: the share of the start, and the gain from reducing each error."""
     T = plan.trial
     base = once(subject, setting, T, constants, plan.seeds)
     values = base.values.numpy()
@@ -246,7 +248,7 @@ def limits(plan: Plan, subject: Subject, setting: Setting, constants: Sequence[f
 
 
 def speedup(plan: Plan, tuned: dict[str, Any]) -> dict[str, Any]:
-    """(a) Iterations and rounds to one accuracy against N, on clients that are alike."""
+    """(a) Iterations and rounds to one accuracy against N, with identical clients."""
     found: dict[str, Any] = {}
     for name in ("fcsg", "fmgda", "fafed"):
         if plan.only and name != plan.only:
@@ -278,7 +280,7 @@ def speedup(plan: Plan, tuned: dict[str, Any]) -> dict[str, Any]:
 
             slopes[cost] = resampled(plan.seeds, slope, 100)
         found[name] = {"target": target, "rows": rows, "slope": slopes, "table": table}
-        say(f"{name}: iterations ∝ N^{_interval(slopes['T'])}, rounds ∝ N^{_interval(slopes['rounds'])}")
+        show(f"{name}: iterations ∝ N^{_interval(slopes['T'])}, rounds ∝ N^{_interval(slopes['rounds'])}")
     return found
 
 
@@ -319,7 +321,7 @@ def bias(plan: Plan) -> dict[str, Any]:
                 rows[-1]["exact"] = float(toys[name].bias(x, m).norm())
         late = [r for r in rows if r["m"] >= plan.bias_from]
         found[name] = {"rows": rows, "slope": slope_of([r["m"] for r in late], [r["bias"] for r in late])}
-        say(f"bias, {name}: m^{found[name]['slope']:.2f}")
+        show(f"bias, {name}: m^{found[name]['slope']:.2f}")
     return found
 
 
@@ -350,7 +352,7 @@ def bounds(plan: Plan) -> dict[str, Any]:
                 }
             )
         found[subject.name] = {"rows": rows, "measure": measure, "constants": setting.constants}
-        say(f"{subject.name}: measured/bound = {rows[-1]['measured'] / rows[-1]['bound']:.2g} at T = {rows[-1]['T']}")
+        show(f"{subject.name}: measured/bound = {rows[-1]['measured'] / rows[-1]['bound']:.2g} at T = {rows[-1]['T']}")
     return found
 
 
@@ -374,8 +376,8 @@ def _interval(found: Sequence[float]) -> str:
     return f"{found[0]:.2f} [{found[1]:.2f}, {found[2]:.2f}]"
 
 
-def say(line: str) -> None:
-    """Tell whoever listens what was found."""
+def show(line: str) -> None:
+    """Print a result."""
     logging.getLogger(__name__).info("%6.0f s  %s", time.process_time(), line)
 
 
@@ -384,7 +386,7 @@ def say(line: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run."""
+    """The size of the measurements."""
 
     seeds: int = 16
     tuning: int = 1024
@@ -407,7 +409,7 @@ FULL = Plan(seeds=32, Ts=tuple(2**k for k in range(8, 18)), lengths=tuple(2**k f
 
 
 def everything(plan: Plan, kept: Callable[[str, Callable[[], Any]], Any] = lambda name, make: make()) -> dict[str, Any]:
-    """Measure all; `kept` may know a part already, by its name."""
+    """Measure everything; `kept` may already hold parts, by name."""
     kept("check", lambda: check({s.name: (setting_of(s.family, 4, False), _trial(s)) for s in SUBJECTS.values()}))
     tuned = kept("tuned", lambda: tune(plan))
     results = {

@@ -25,7 +25,7 @@ from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
 SLOPE, CURVE = 1.221, 3.0  # bounds of |ρ'| and |ρ''|
 BLOCK = 64
-"""Iterations that are drawn at once."""
+"""Iterations drawn at once."""
 
 
 def rho(r: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Plain(Minimize):
         super().__init__(lambda x, batch: rho(batch[0] @ x - batch[1]).mean(), torch.zeros(dim, dtype=torch.float64))
 
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
-        """Return the gradient by hand."""
+        """Return the gradient in closed form."""
         a, y = as_batch(batch).data
         as_batch(batch).note(y.shape[-1])
         return (slope(residual(x, a, y)).unsqueeze(-1) * a).mean(-2)
@@ -73,7 +73,7 @@ class Inner(Conditional):
         )
 
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
-        """Return the gradient by hand."""
+        """Return the gradient in closed form."""
         (y,), eta = as_batch(batch).data
         eta = eta.squeeze(-2)
         as_batch(batch).note(y.shape[-1] * (1 + self.m))
@@ -92,16 +92,16 @@ class Nested(Compositional):
         )
 
     def inner(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the inner value and its pullback, by hand."""
+        """Return the inner value and its pullback, in closed form."""
         G = as_batch(batch).data[1]
         as_batch(batch).note(G.shape[-3])
         G = G.mean(-3)
-        # One task, whose axis comes first whatever the others are.
+        # One task; its axis always comes first.
         value = (G @ x.unsqueeze(-1)).squeeze(-1).unsqueeze(0)
         return value, lambda v: (G.transpose(-1, -2) @ v[0].unsqueeze(-1)).squeeze(-1)
 
     def outer_grad(self, u: Tensor, batch: Batch) -> Tensor:
-        """Return ∇f by hand."""
+        """Return ∇f in closed form."""
         c = as_batch(batch).data[0]
         as_batch(batch).note(c.shape[-2])
         return slope(u.unsqueeze(-2) - c).mean(-2)
@@ -120,7 +120,7 @@ class Game(Minimax):
         super().__init__(f, zeros[:dim], zeros[dim:])
 
     def grads(self, theta: Tensor, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return both gradients by hand."""
+        """Return both gradients in closed form."""
         a, y, C, e = as_batch(batch).data
         as_batch(batch).note(y.shape[-1])
         mean = C.mean(-3)
@@ -158,7 +158,7 @@ class Source(Clients):
         return torch.utils._pytree.tree_map(lambda leaf: leaf[0], self.draw([n], range(t, t + 1))[0])
 
     def draw(self, ns: Any, ts: range) -> list[Data]:
-        """Draw for several clients and iterations, as engines ask."""
+        """Draw for several clients and iterations."""
         return [torch.utils._pytree.tree_map(lambda leaf: leaf[0], self.at((self.seed,), t, ns)) for t in ts]
 
     def at(self, seeds: tuple[int, ...], t: int, ns: Any = None) -> Data:
@@ -201,7 +201,7 @@ class Source(Clients):
 
 @dataclass(frozen=True)
 class Setting:
-    """One problem for one family of methods, with its truth and its constants.
+    """One problem for one family of methods, with its exact solution and constants.
 
     `alike` gives all clients the same population, so that F does not depend on N (for the speed-up).
     """
@@ -272,7 +272,7 @@ class Setting:
             return Source((self.maps,), (self.targets,), b=b, B=B, arrange=lambda G, c: (c, G))
         return Source((a, y, self.maps, self.offsets), b=b, B=B)
 
-    # The truth, for points with any leading axes.
+    # Exact values, for points with any leading axes.
 
     def gradient(self, x: Tensor) -> Tensor:
         """∇F(x), or ∇Φ(θ)."""
@@ -308,7 +308,7 @@ class Setting:
 
     @cached_property
     def constants(self) -> dict[str, float]:
-        """What the theorem of the family needs, by its names; suprema are bounded by hand, not estimated."""
+        """The constants of the family's theorem, by name; suprema are bounded analytically, not estimated."""
         R = self.radius
         if self.family == "plain":
             # ‖a‖ = 1, so gradients of examples are at most SLOPE long, and those of two clients 2·SLOPE apart.

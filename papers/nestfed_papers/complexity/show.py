@@ -1,4 +1,4 @@
-"""Pictures and the table of README.md, from results.json alone."""
+"""Write the figures and README.md from results.json."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TITLES = {
 }
 COLOUR = dict(zip(TITLES, COLOURS))
 WITHIN = 0.05
-"""A slope within 5 % of the theory's, or whose interval holds it, is called equal to it."""
+"""A slope within 5 % of the theory's, or whose interval contains it, counts as equal."""
 
 
 def everything(results: dict[str, Any], place: Path) -> None:
-    """Write all pictures and README.md."""
+    """Write all figures and README.md."""
     plt = pyplot()
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
     for name, draw in (("speedup", _speedup), ("rates", _rates), ("bias", _bias), ("bounds", _bounds)):
@@ -148,7 +148,7 @@ def _bounds(plt: Any, found: dict[str, Any]) -> Any:
 
 
 def verdict(slope: Sequence[float], theory: float, tail: float) -> str:
-    """Below, at or above: by the interval, and by what counts as equal; with the slope where T is largest."""
+    """Return below, at or above, by the interval and the tolerance, with the slope for the largest T."""
     value, low, high = slope
     if abs(value - theory) <= WITHIN * theory or low <= theory <= high:
         word = "at the bound"
@@ -165,7 +165,7 @@ def tail(one: dict[str, Any], cost: str) -> float:
 
 
 def limit(found: dict[str, float]) -> str:
-    """What holds a method back, in words, from the trials at one T."""
+    """Describe what limits a method, from the trials at one T."""
     gains = {k: v for k, v in found.items() if k != "start"}
     names = {"noise": "a batch of 16", "local steps": "q = 1", "bias": "16 times the m"}
     changes = ", ".join(f"{names[k]} changes ε by {-v:+.0%}" for k, v in gains.items())
@@ -178,7 +178,7 @@ def _with_interval(found: Sequence[float]) -> str:
 
 
 def _in_regime(name: str, rows: Sequence[dict[str, float]]) -> str:
-    """The slope over those N for which the theorem's q is at least 1, which is where it promises a speed-up."""
+    """Return the slope over the N for which the theorem's q is at least 1, where it guarantees a speed-up."""
     power = 3 if name == "fcsg" else 2
     held = [r for r in rows if r["T"] >= r["N"] ** power]
     if len(held) < 3:
@@ -188,7 +188,7 @@ def _in_regime(name: str, rows: Sequence[dict[str, float]]) -> str:
 
 
 def _passed_over(results: dict[str, Any]) -> list[str]:
-    """What the best trials gave where a rule of the choice passed them over."""
+    """Describe the best trials that a rule of the choice skipped."""
     rows = []
     for name, one in results["rates"].items():
         if "best trial" in one:
@@ -221,7 +221,7 @@ def _under(found: dict[str, Any]) -> str:
 
 
 def readme(results: dict[str, Any]) -> str:
-    """The whole page."""
+    """Return the page."""
     plan, tuned = results["plan"], results["tuned"]
     lines = [
         "# The complexity claims, measured",

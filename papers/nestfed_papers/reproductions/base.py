@@ -1,4 +1,4 @@
-"""What a reproduction is made of, and the small records from which everything about it is told."""
+"""The parts of a reproduction, and the small records from which its report is written."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ BUDGETS = ("quick", "standard", "full")
 
 
 class Missing(NestfedError):
-    """There are no runs to judge by."""
+    """The runs that a claim needs are missing."""
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What was found
+# Results
 
 
 class Point(NamedTuple):
-    """One evaluation of a run, and what had been spent by then."""
+    """One evaluation of a run, with the costs up to it."""
 
     round: int
     value: float
@@ -58,16 +58,16 @@ class Run:
     also: Mapping[str, float] = field(default_factory=dict)
     """The other metrics at the end."""
     training: float | None = None
-    """The training objective of the last model, where a record's loss is not the same quantity for all methods."""
+    """The training objective of the last model, where the recorded loss differs between methods."""
     diverged: bool = False
-    """The run diverged, and the curve ends before."""
+    """The run diverged; the curve ends before that."""
 
     @classmethod
     def of(cls, history: Sequence[Record], metric: str, **about: Any) -> Self:
-        """Make the small record of a run from its whole one."""
+        """Make the small record of a run from its full record."""
         rows = [r for r in history if r.get(metric) is not None]
         if not rows:
-            raise NestfedError(f"{about['method']} on {about['data']}: the record holds no {metric!r}.")
+            raise NestfedError(f"{about['method']} on {about['data']}: the record has no {metric!r}.")
         curve = [
             Point(r["round"], r[metric], r["examples"], r["bytes_up"] + r["bytes_down"], r["seconds"], r["loss"])
             for r in rows
@@ -86,7 +86,7 @@ class Run:
         return next((p for p in self.curve if p.round and metric.reached(p.value, target)), None)
 
     def loss(self, last: int = 3) -> float:
-        """Return the training loss at the end: the last model's, or a mean over the last evaluated rounds."""
+        """Return the final training loss: of the last model, or the mean over the last evaluated rounds."""
         if self.training is not None:
             return self.training
         values = [p.loss for p in self.curve if p.loss is not None]
@@ -97,26 +97,26 @@ class Run:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that one reproduction found."""
+    """The results of one reproduction."""
 
     name: str
     budget: str
     runs: Sequence[Run] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """What an experiment without training measured."""
+    """Measurements of an experiment without training."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Versions, machine, time spent."""
 
     def methods(self, data: str) -> list[str]:
-        """Return the methods that were run on a data set, in order."""
+        """Return the methods that were run on a dataset, in order."""
         return list(dict.fromkeys(r.method for r in self.runs if r.data == data))
 
     def data(self) -> list[str]:
-        """Return the data sets, in order."""
+        """Return the datasets, in order."""
         return list(dict.fromkeys(r.data for r in self.runs))
 
     def of(self, data: str, method: str) -> list[Run]:
-        """Return a method's runs on a data set, one per seed."""
+        """Return a method's runs on a dataset, one per seed."""
         found = [r for r in self.runs if r.data == data and r.method == method]
         if not found:
             raise Missing(f"{method} was not run on {data}")
@@ -140,7 +140,7 @@ class Evidence:
         return self.numbers[key]
 
     def write(self, path: Path) -> None:
-        """Write the records: a line about the whole, then one per run."""
+        """Write the records: a line about the reproduction, then one per run."""
         head = {"name": self.name, "budget": self.budget, "meta": self.meta, "numbers": self.numbers}
         lines = [json.dumps(head), *(json.dumps(asdict(run)) for run in self.runs)]
         write_atomically(path, ("\n".join(lines) + "\n").encode())
@@ -153,7 +153,7 @@ class Evidence:
             runs = [Run(**{**row, "curve": [Point(*p) for p in row["curve"]]}) for row in rows]
             return cls(head["name"], head["budget"], runs, head["numbers"], head["meta"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise NestfedError(f"{path} holds no records of a reproduction: {error}.") from error
+            raise NestfedError(f"{path} is not the record of a reproduction: {error}.") from error
 
 
 def spread(values: Sequence[float]) -> float:
@@ -167,7 +167,7 @@ def plus_minus(values: Sequence[float], digits: int = 4) -> str:
 
 
 def reached(runs: Sequence[Run], target: float) -> dict[str, Any]:
-    """Return what it cost to reach a target: mean and deviation over the seeds that did, and how many those are."""
+    """Return the costs of reaching a target: mean and deviation over the seeds that did, and their number."""
     points = [p for p in (run.reach(target) for run in runs) if p is not None]
     found: dict[str, Any] = {"target": target, "reached": len(points), "seeds": len(runs)}
     for cost in ("round", "examples", "bytes") if points else ():
@@ -177,11 +177,11 @@ def reached(runs: Sequence[Run], target: float) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is claimed
+# Claims
 
 
 class Verdict(NamedTuple):
-    """What became of a claim, and the figures behind it."""
+    """The verdict on a claim, with the numbers behind it."""
 
     outcome: str
     figures: str
@@ -194,39 +194,39 @@ class Claim:
     text: str
     check: Callable[[Evidence], Verdict]
     trains: bool = True
-    """It is about training, of which the quick budget is only a rehearsal."""
+    """The claim is about training, which the quick budget cannot test."""
 
     def verdict(self, evidence: Evidence) -> Verdict:
-        """Judge the claim by what was found."""
+        """Judge the claim by the results."""
         try:
             found = self.check(evidence)
         except Missing as missing:
             return Verdict(UNTESTED, f"{missing}.")
         if self.trains and evidence.budget == "quick":
-            return Verdict(UNTESTED, f"The quick budget only rehearses: {found.figures}")
+            return Verdict(UNTESTED, f"The quick budget is too short to judge this: {found.figures}")
         return found
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is run
+# Runs
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of methods: an experiment file with changes, and what was published for it."""
+    """One comparison of methods: an experiment file with changes, and the published values."""
 
     data: str
-    """How the paper's table calls it."""
+    """Its name in the paper's table."""
     experiment: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Settings by section.name, or by methods.METHOD.section.name for one method."""
     published: Mapping[str, float] = field(default_factory=dict)
     higher: float | None = None
-    """A target above the published values, for the costs of reaching it."""
+    """A further target, above the published values."""
     sweep: tuple[str, str, tuple[Any, ...]] | None = None
     """(method, setting, values): instead of the file's methods, one method with one setting varied."""
     splits: bool = False
-    """Seed s means test set s, and everything is tuned anew on it."""
+    """Seed s uses test set s, with its own tuning."""
 
     def build(self, budget: Budget) -> Experiment:
         """Return the experiment at a budget."""
@@ -263,26 +263,26 @@ class Budget:
 
     seeds: int = 3
     trials: int = 0
-    """Trials for each method; 0 is the whole grid."""
+    """Trials per method; 0 = the whole grid."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     only_for: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Changes for one case, by its name."""
     cases: tuple[str, ...] = ()
-    """Only these cases; none means all."""
+    """Only these cases; empty = all."""
     swap: Mapping[str, str] = field(default_factory=dict)
-    """Experiment files in the place of others."""
+    """Experiment files that replace others."""
     factor: float = 1.0
-    """What a round costs, in rounds of the measured size."""
+    """The cost of a round relative to the measured size."""
     minutes: float = 0.0
-    """For what is no training: measured minutes on two cores."""
+    """Measured minutes on two cores, for work that is not training."""
     memory: float = 1.0
     """Gigabytes, at most."""
     departs: str = ""
     """What differs from the paper at this budget."""
     trial_rounds: int = 0
-    """Rounds of a trial; 0 is as many as in a run."""
+    """Rounds of a trial; 0 = those of a run."""
     trial_seeds: int = 1
-    """Seeds of a trial, which is judged by their mean."""
+    """Seeds of a trial; their mean decides."""
     stopping: bool = True
     """The worse half of the trials stops early."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -290,7 +290,7 @@ class Budget:
 
 
 class Workshop(NamedTuple):
-    """Where an experiment without training works."""
+    """The directories and settings for making figures."""
 
     place: Path
     budget: str
@@ -310,18 +310,18 @@ class Reproduction:
     claims: Sequence[Claim] = ()
     cases: Sequence[Case] = ()
     produce: Callable[[Workshop], dict[str, Any]] | None = None
-    """Makes figures and returns numbers, after the cases were trained."""
+    """Makes figures and returns numbers, after training."""
     needs: tuple[str, ...] = ()
-    """The data sets."""
+    """The datasets."""
     also: tuple[str, ...] = ()
     """Further metrics for the table."""
     losses: bool = False
-    """The training loss is one quantity for all methods, and the paper draws it."""
+    """The training loss is comparable between methods, and the paper plots it."""
 
     def at(self, budget: str, seeds: int = 0) -> Budget:
         """Return a budget, with another number of seeds if one is given."""
         if budget not in self.budgets:
-            raise NestfedError(f"There is no budget {budget!r}; there are {', '.join(self.budgets)}.")
+            raise NestfedError(f"Unknown budget {budget!r}; the budgets are {', '.join(self.budgets)}.")
         found = self.budgets[budget]
         if seeds < 0:
             raise NestfedError(f"seeds must be at least 1, not {seeds}.")

@@ -1,4 +1,4 @@
-"""The figures that are no comparison of training runs: the saddle, the counter-example, the fitted curves, the rates."""
+"""The figures that do not compare training runs: the saddle, the counter-example, the fitted curves, the rates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def surface(workshop: Workshop) -> dict[str, Any]:
     eigenvalues, vectors = torch.linalg.eigh(toy.hessian(m))
     approach = []
     for distance in 10.0 ** np.arange(0, -7, -1):
-        at = m + float(distance) * vectors[:, 0]  # along the way down, where S < 0 and the gap to S* is largest below
+        at = m + float(distance) * vectors[:, 0]  # along the descent direction, where S < 0
         sides = toy.pl_sides(at, 1.0)
         approach.append({"distance": float(distance), "quotient": sides.left / sides.right})
     plt = pyplot()
@@ -86,15 +86,15 @@ def theorem1(workshop: Workshop) -> dict[str, Any]:
         for beta in (0.1, 0.5, 0.9):
             toy = Theorem1()
             path = np.abs(_path(toy, NaiveAdaptive(eta, beta), steps, 1))
-            told = [eta / (3 * math.sqrt(1 - beta**t)) for t in range(1, steps + 1)]
+            theory = [eta / (3 * math.sqrt(1 - beta**t)) for t in range(1, steps + 1)]
             grows = bool((np.diff(path) > 0).all())
-            error = float(np.abs(np.diff(path) - told).max())
+            error = float(np.abs(np.diff(path) - theory).max())
             ends = {"start": float(path[0]), "end": float(path[-1])}
             naive.append({"eta": eta, "beta": beta, **ends, "monotone": grows, "error": error})
             if beta == 0.5:
                 paths[f"naive, η = {eta:g}"] = path
     fafed = []
-    # (q, η, α, ρ, rounds, start): from 10 the slowest settings only take longer along the same straight line.
+    # (q, η, α, ρ, rounds, start): from 10, the slowest settings only take longer on the same straight line.
     for q, eta, alpha, rho, rounds, expected in (
         (1, 0.1, 0.5, 0.1, 700, "converges"),
         (5, 0.05, 0.05, 1.0, 400, "converges"),
@@ -126,7 +126,7 @@ def theorem1(workshop: Workshop) -> dict[str, Any]:
 
 
 class _ByHand(Minimize):
-    """The counter-example with its gradient written out, which is several times faster than by autodiff."""
+    """The counter-example with its gradient in closed form, several times faster than autodiff."""
 
     def grad(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         (weight,) = as_batch(batch).data
@@ -191,7 +191,7 @@ def _fit_error(model: Adaptable, steps: int, a: float = 2.5, b: float = 1.5, poi
 
 
 def trained(experiment: Any, place: Path) -> Any:
-    """Return the problem's model as a finished run left it."""
+    """Return the model of a finished run."""
     from nestfed.experiment.build import assemble
 
     made = assemble(experiment)
@@ -206,7 +206,7 @@ def _vector(problem: Any, place: Path) -> torch.Tensor:
 
 
 def training_loss(experiment: Any, place: Path, tasks: int = 120) -> float | None:
-    """Return a meta-learner's training objective at the model that a run left; None for other problems.
+    """Return a meta-learner's training objective at the final model of a run; None for other problems.
 
     The loss in a record is taken where a method takes it. For those that track the inner function that is the tracked
     value, not g(x), so that curves of different methods (or of one with another γ) could not be compared. Here all are
@@ -231,7 +231,7 @@ def training_loss(experiment: Any, place: Path, tasks: int = 120) -> float | Non
 
 
 def complexity(workshop: Workshop) -> dict[str, Any]:
-    """Measure the complexity claims, each part only once."""
+    """Measure the complexity claims; skip parts that are already measured."""
     from nestfed_papers.complexity import measure, show
 
     plan = {"quick": measure.QUICK, "standard": measure.Plan(), "full": measure.FULL}[workshop.budget]

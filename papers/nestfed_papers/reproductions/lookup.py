@@ -1,4 +1,4 @@
-"""Find a reproduction by name, and tell whether records belong to its current settings."""
+"""Find a reproduction by name, and check whether records belong to its current settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from nestfed.core import unknown
-from nestfed.experiment.spec import Experiment
+from nestfed.experiment.spec import Experiment, identity
 from nestfed_papers.reproductions import papers
 from nestfed_papers.reproductions.base import Budget, Case, Evidence, Reproduction
 
@@ -25,8 +25,10 @@ def folder(case: Case, budget: Budget, experiment: Experiment) -> Path:
 
 
 def _digest(experiment: Experiment, budget: Budget, case: Case) -> str:
-    """Return a hash of everything that decides the runs of a case, except the number of seeds."""
-    parts = [experiment.resolved(), experiment.methods, budget.trials, case.splits]
+    """Return a hash of everything that determines the runs of a case, except the number of seeds."""
+    grids = {name: experiment.grid(name) for name in experiment.methods}
+    variants = {name: identity(experiment.for_method(name).resolved()) for name in experiment.methods}
+    parts = [variants, grids, budget.trials, case.splits]
     parts += [budget.trial_rounds] if 0 < budget.trial_rounds < experiment.run.rounds else []
     parts += [budget.trial_seeds, budget.stopping] if (budget.trial_seeds, budget.stopping) != (1, True) else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
@@ -42,5 +44,5 @@ def outdated(evidence: Evidence) -> list[str]:
 
 
 def departs(evidence: Evidence) -> str:
-    """Return what differs from the paper: today's text, or that of the records if the settings have changed since."""
+    """Return what differs from the paper: the current text, or the recorded one if settings have changed since."""
     return evidence.meta["departs"] if outdated(evidence) else find(evidence.name).at(evidence.budget).departs

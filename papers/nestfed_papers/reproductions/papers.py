@@ -1,4 +1,4 @@
-"""One table of what the papers ran, published and claimed, and of how much of it each budget runs."""
+"""The papers' experiments, published values and claims, and the size of each budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nestfed_papers.reproductions.base import Budget, Case, Claim, Reproduction
 
 
 class Cost(NamedTuple):
-    """Processor seconds, measured on one core of the machine that papers/results.md names."""
+    """Processor seconds, measured on one core of the machine in papers/results.md."""
 
     round: float
     """One round of a method that evaluates each batch once."""
@@ -52,7 +52,7 @@ SMALL_BATCHES: Mapping[str, Any] = {
 }
 FCSG = ("fcsg", "fcsg-m", "acc-fcsg-m")
 SHORT: Mapping[str, Any] = {"run.rounds": 2, "run.q": 2, "evaluation.every": 2, "partition.clients": 4}
-"""What the quick budget makes of an image experiment."""
+"""Changes of an image experiment at the quick budget."""
 
 
 def _training_claims(data: str, published: Mapping[str, float]) -> list[Claim]:
@@ -81,7 +81,7 @@ OMNIGLOT_SMALL: Mapping[str, Any] = {
     "problem.clip": 1.0,
 }
 OMNIGLOT_STEPS = (
-    "Steps of 0.1, 0.3 and 1: of the paper's steps, 0.1, 0.05 and 0.01, every method had chosen the largest before, which took "
+    "Steps of 0.1, 0.3 and 1: of the paper's steps 0.1, 0.05 and 0.01, every method had chosen the largest before, which took "
     "them to 66 or 67 %."
 )
 
@@ -105,7 +105,7 @@ def _omniglot(
                     "problem.test_tasks": 8,
                 },
                 factor=0.05,
-                departs="One round of one iteration, 2 of 16 clients, 8 test tasks: a rehearsal.",
+                departs="One round of one iteration, 2 of 16 clients, 8 test tasks: a short test.",
             ),
             "standard": Budget(
                 seeds=3,
@@ -114,7 +114,7 @@ def _omniglot(
                 trial_rounds=rounds // 2,
                 memory=2.0,
                 departs=f"{rounds} rounds, trials of {rounds // 2}; 4 of the 16 clients take part in a round, with one task an iteration; 5 queries "
-                f"a class; gradients clipped at 1; 9 trials of each method (all that there are, but for Local-SCGDM, which has 27). {steps}".strip(),
+                f"a class; gradients clipped at 1; 9 trials of each method (the whole grid, except for Local-SCGDM, which has 27 points). {steps}".strip(),
             ),
             "full": Budget(seeds=3, factor=full, memory=4.0, departs=steps),
         },
@@ -139,7 +139,7 @@ FCSG_PAPER = [
                 trials=2,
                 changes={"run.rounds": 4, "run.q": 5, "evaluation.every": 1},
                 factor=0.1,
-                departs="4 rounds of 5 iterations: a rehearsal.",
+                departs="4 rounds of 5 iterations: a short test.",
             ),
             "standard": Budget(
                 seeds=3,
@@ -181,7 +181,7 @@ FCSG_PAPER = [
                 trials=2,
                 changes={**SHORT, "data.validation": 0.02},
                 factor=0.05,
-                departs="2 rounds of 2 iterations on 4 clients: a rehearsal.",
+                departs="2 rounds of 2 iterations on 4 clients: a short test.",
             ),
             "standard": Budget(
                 seeds=3,
@@ -233,9 +233,9 @@ AUROC_CASES = (
 )
 AUROC_CHOICES = (
     "On CIFAR-10 gradients are clipped at 0.1 and steps are larger than the paper's. In first trials with the paper's steps the "
-    "best validation AUROC was 0.57 when they were broken off, after 5 to 20 rounds (10 at most for FMGDA and CODASCA); of the "
+    "best validation AUROC was 0.57 when they were stopped, after 5 to 20 rounds (10 at most for FMGDA and CODASCA); of the "
     "larger ones all four methods chose the largest, 3. Momentum weight 0.9 and q = 10 only. CODA and CODASCA, which have one "
-    "step size, choose γ in the place of the dual one; their first stage has 500 iterations, after which (from round 51 on) their "
+    "step size, choose γ instead of the dual one; their first stage has 500 iterations, after which (from round 51 on) their "
     "step falls to a third."
 )
 AUROC_BUDGETS = {
@@ -248,7 +248,7 @@ AUROC_BUDGETS = {
         },
         factor=0.05,
         memory=3.0,
-        departs="2 rounds of 2 iterations on 4 clients (Tiny-ImageNet: one round, batches of 4): a rehearsal.",
+        departs="2 rounds of 2 iterations on 4 clients (Tiny-ImageNet: one round, batches of 4): a short test.",
     ),
     "standard": Budget(
         seeds=3,
@@ -317,7 +317,7 @@ SINE_QUICK = Budget(
     seeds=2,
     changes={"run.rounds": 6, "evaluation.every": 3, "problem.test_tasks": 60},
     factor=2.0,
-    departs="6 rounds, 60 test tasks: a rehearsal.",
+    departs="6 rounds, 60 test tasks: a short test.",
 )
 SINE_BUDGETS = {
     "quick": SINE_QUICK,
@@ -359,7 +359,7 @@ def _alphabets(number: int, ways: int) -> Reproduction:
                     "problem.test_tasks": 8,
                 },
                 factor=0.05 * heavy,
-                departs="One round of one iteration, 2 of 33 clients, 8 test tasks: a rehearsal.",
+                departs="One round of one iteration, 2 of 33 clients, 8 test tasks: a short test.",
             ),
             "standard": Budget(
                 seeds=3,
@@ -439,8 +439,8 @@ ACCURACY = {
 }  # fmt: skip
 HIGHER = {"Fashion-MNIST, low": 0.882, "Fashion-MNIST, high": 0.85}
 ACCURACY_GRIDS = (
-    "Every method has six points of its own in the place of the paper's one grid of step sizes, around those that are of use "
-    "to it (see the experiment files); momentum weights are tuned for STEM and, one of two, for FAFED."
+    "Every method has six step sizes of its own instead of the paper's common grid, around those that work "
+    "for it (see the experiment files); momentum weights are tuned for STEM and, one of two, for FAFED."
 )
 FAFED_OTHERS = ("fedavg", "scaffold", "stem", "fedadam", "fedams")
 LEVELS = tuple(
@@ -471,7 +471,7 @@ FAFED_PAPER = [
                 trials=2,
                 changes={"run.rounds": 2, "run.q": 2, "evaluation.every": 1, "data.limit": 40000, "partition.clients": 4},
                 factor=0.05,
-                departs="2 rounds of 2 iterations on 4 clients: a rehearsal.",
+                departs="2 rounds of 2 iterations on 4 clients: a short test.",
             ),
             "standard": Budget(
                 seeds=5,
@@ -484,7 +484,7 @@ FAFED_PAPER = [
                 "and of the weights 0.1 and 0.9 (β1 of FedAdam and FedAMS, a of STEM, α and β of FAFED, of whose twelve settings eight "
                 "are tried); β2 of FedAdam and FedAMS is 0.99. All trials run to their end. Three tunings with one seed and early stopping came "
                 "before, and their test values have been seen: FAFED at -3.82 ± 0.07, ahead of all, or at -4.16 ± 0.09, behind all, as its lucky trials went. "
-                "Two of the five seeds were added when three had left FAFED first in the mean, but not told from FedAdam and FedAMS.",
+                "Two of the five seeds were added when three had left FAFED first in the mean, but without a significant difference from FedAdam and FedAMS.",
             ),
             "full": Budget(
                 seeds=3,
@@ -512,7 +512,7 @@ FAFED_PAPER = [
                 changes={**SHORT, "data.validation": 0.02, "problem.batch": 5},
                 cases=("Fashion-MNIST, low", "Fashion-MNIST, moderate", "Fashion-MNIST, high", "MNIST, high"),
                 factor=0.05,
-                departs="2 rounds of 2 iterations on 4 clients, four of the nine cases: a rehearsal.",
+                departs="2 rounds of 2 iterations on 4 clients, four of the nine cases: a short test.",
             ),
             "standard": Budget(
                 seeds=3,
@@ -552,7 +552,7 @@ FAFED_PAPER = [
 
 NESTED = ("coda-plus", "fmgda", "fcsg-m", "acc-fcsg-m")
 INSTITUTIONS = (
-    "This is in no paper. All are tuned by AUROC, the methods for average precision too, with six trials: six step sizes for FedAvg and "
+    "This experiment is not from a paper. All are tuned by AUROC, the methods for average precision too, with six trials: six step sizes for FedAvg and "
     "CODA+, three and a second setting for the others. Grids were made on validation rows of the first test set, which overlap the "
     "other test sets, as test sets overlap each other: intervals are widened for it (Nadeau and Bengio). CODA+'s first stage has 200 iterations, "
     "after which its step falls to a third."
@@ -571,7 +571,7 @@ def _institutions(name: str, title: str, data: str, higher: float) -> Reproducti
                 trials=2,
                 changes={"run.rounds": 4, "run.q": 2, "evaluation.every": 2},
                 factor=0.3,
-                departs="4 rounds of 2 iterations: a rehearsal.",
+                departs="4 rounds of 2 iterations: a short test.",
             ),
             "standard": Budget(seeds=5, departs=INSTITUTIONS),
             "full": Budget(seeds=10, departs=INSTITUTIONS),
@@ -600,7 +600,7 @@ COMPLEXITY_OF = {
     "fafed": "FAFED",
 }
 RATES = (
-    "Steps and weights follow T as each theorem says, up to constants chosen at T = 1024. The theory of FMGDA and FAFED is given "
+    "Steps and weights depend on T as in each theorem, up to constants chosen at T = 1024. The theory of FMGDA and FAFED is given "
     "without its logarithm. Two rules of that choice were made after a first measurement, which had steeper slopes for FAFED and "
     "Local-SCGDM; papers/measurements/complexity reports both."
 )
@@ -613,7 +613,7 @@ BEYOND = [
         "complexity",
         "The complexity claims: rates, linear speed-up, bias, runs under their bounds",
         {
-            "quick": Budget(minutes=1.5, departs="Few seeds and short runs: a look."),
+            "quick": Budget(minutes=1.5, departs="Few seeds and short runs: a short test."),
             "standard": Budget(minutes=12, departs=RATES),
             "full": Budget(minutes=100, departs=RATES),
         },
@@ -634,4 +634,4 @@ BEYOND = [
 REPRODUCTIONS: Mapping[str, Reproduction] = {
     r.name: r for r in (*FCSG_PAPER, *FMGDA_PAPER, *SCGDM_PAPER, *FAFED_PAPER, *BEYOND)
 }
-"""All of them, by name."""
+"""All reproductions, by name."""

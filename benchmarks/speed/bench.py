@@ -108,11 +108,11 @@ def time_work(name: str, rounds: int) -> dict[str, Any]:
     from torch.utils._pytree import tree_map
     from works import build
 
-    from nestfed import simulate
+    from nestfed import Exchange, Execution, simulate
 
     torch.set_num_threads(CORES)
     work = build(name)
-    chosen = list(range(len(work.clients)))[: work.participation]
+    chosen = list(range(len(work.clients)))[: work.participation or None]
     limit = None
     if work.gradient is not None:
         drawn = [work.clients.draw([n], range(work.q)) for n in chosen]
@@ -146,8 +146,8 @@ def time_work(name: str, rounds: int) -> dict[str, Any]:
         return {}
 
     result = simulate(
-        work.problem, work.algorithm, work.clients, rounds=rounds + 1, q=work.q, participation=work.participation,
-        measure=between, progress=False, profile=True, **work.options,
+        work.problem, work.algorithm, work.clients, rounds=rounds + 1, q=work.q, measure=between, progress=False,
+        exchange=Exchange(count=work.participation), execution=Execution(profile=True, **work.options),
     )  # fmt: skip
     if limit is not None:
         limit.close()
@@ -175,9 +175,11 @@ def time_work(name: str, rounds: int) -> dict[str, Any]:
 def start_up(name: str) -> dict[str, float]:
     """Return the seconds from a fresh command to the end of its first round, and the memory of all its processes."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from works import build; from nestfed import simulate; "
-        "w = build(sys.argv[2]); simulate(w.problem, w.algorithm, w.clients, rounds=3, q=w.q, "
-        "participation=w.participation, progress=False, measure=lambda s: print('round', flush=True) or {}, **w.options)"
+        "import sys; sys.path.insert(0, sys.argv[1]); from works import build; from nestfed import Exchange, "
+        "Execution, simulate; "
+        "w = build(sys.argv[2]); simulate(w.problem, w.algorithm, w.clients, rounds=3, q=w.q, progress=False, "
+        "exchange=Exchange(count=w.participation), execution=Execution(**w.options), "
+        "measure=lambda s: print('round', flush=True) or {})"
     )
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", code, str(HERE), name], stdout=subprocess.PIPE, text=True)

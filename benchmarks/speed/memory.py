@@ -36,7 +36,7 @@ def one(name: str, clients: int, million: float, saving: bool) -> dict[str, floa
     import torch
     from torch import nn
 
-    from nestfed import Classify, Examples, algorithm, simulate
+    from nestfed import Classify, Examples, Execution, algorithm, simulate
 
     torch.set_num_threads(2)
     width = int((million * 1e6 / 2) ** 0.5)
@@ -67,8 +67,7 @@ def one(name: str, clients: int, million: float, saving: bool) -> dict[str, floa
             held,
             rounds=2,
             q=2,
-            mode="loop",
-            workers=1,
+            execution=Execution(mode="loop", workers=1),
             progress=False,
             directory=folder if saving else None,
         )

@@ -27,9 +27,10 @@ from table import write
 PEERS = {"flower": "Flower 1.41.0", "pfl": "pfl-research 0.6.0", "fedjax": "FedJAX 0.0.17"}
 SIZES = {"a-fedavg": (16, 16), "f": (1000, 50)}
 OURS = (
-    "import sys, time; sys.path.insert(0, sys.argv[1]); from works import build; from nestfed import simulate; "
+    "import sys, time; sys.path.insert(0, sys.argv[1]); from works import build; from nestfed import Exchange, "
+    "simulate; "
     "w = build(sys.argv[2]); simulate(w.problem, w.algorithm, w.clients, rounds=int(sys.argv[3]), q=w.q, progress=False, "
-    "participation=w.participation, measure=lambda s: print('round', time.perf_counter(), flush=True) or {})"
+    "exchange=Exchange(count=w.participation), measure=lambda s: print('round', time.perf_counter(), flush=True) or {})"
 )
 
 

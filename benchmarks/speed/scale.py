@@ -29,7 +29,7 @@ def clients_sweep() -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from nestfed import Classify, Examples, algorithm, simulate
+    from nestfed import Classify, Examples, Execution, algorithm, simulate
 
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
@@ -53,8 +53,7 @@ def clients_sweep() -> dict[str, Any]:
                 rounds=rounds + 1,
                 q=5,
                 progress=False,
-                mode="vmap",
-                workers=1,
+                execution=Execution(mode="vmap", workers=1),
                 measure=mark,
             )
             gaps = [b - a for a, b in pairwise(marks[1:])]
@@ -72,9 +71,9 @@ sys.path.insert(0, {here!r})
 import torch
 torch.set_num_threads(1)
 from works import build
-from nestfed import simulate
+from nestfed import Execution, simulate
 w = build("a-fedavg")
-r = simulate(w.problem, w.algorithm, w.clients, rounds=6, q=w.q, progress=False, workers=1)
+r = simulate(w.problem, w.algorithm, w.clients, rounds=6, q=w.q, progress=False, execution=Execution(workers=1))
 if __import__("os").environ.get("RANK", "0") == "0":
     s = [h["seconds"] for h in r.history]
     print(json.dumps([b - a for a, b in zip(s, s[1:])]))
@@ -109,7 +108,7 @@ def sixteen_bits() -> dict[str, float]:
     sys.path.insert(0, str(HERE))
     from works import build
 
-    from nestfed import simulate
+    from nestfed import Execution, simulate
 
     torch.set_num_threads(1)
     table = {}
@@ -126,9 +125,8 @@ def sixteen_bits() -> dict[str, float]:
                     rounds=1,
                     q=2,
                     progress=False,
-                    workers=1,
-                    precision=precision,
-                )  # type: ignore[arg-type]
+                    execution=Execution(workers=1, precision=precision),
+                )
                 spent[precision].append(busy() - began)
         table[name] = statistics.median(spent["bf16"]) / statistics.median(spent["full"])
         print(f"{name}: bf16 takes {table[name]:.2f} × the processor time of full precision", flush=True)

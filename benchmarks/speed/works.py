@@ -38,8 +38,10 @@ class Work:
     """One hand-written round, starting at iteration t."""
     evaluations: int = 1
     """Passes per step."""
-    participation: int | None = None
+    participation: int = 0
+    """Clients in a round; 0 = all."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Of `Execution`."""
     bar: tuple[float | None, float | None] = (None, None)
     """At most × limit, at least × faster than the plain loop."""
 
@@ -92,7 +94,7 @@ def averaged(
     return round_
 
 
-def labelled(net: str, data: str, clients: int = 16, participation: int | None = None) -> Work:
+def labelled(net: str, data: str, clients: int = 16, participation: int = 0) -> Work:
     x, y = images(data)
     module = models.build(net, (1, 28, 28), 10)
     shared = held(x, y, clients)
@@ -108,7 +110,7 @@ def labelled(net: str, data: str, clients: int = 16, participation: int | None =
             optimizer.step()
 
     def who(t: int) -> list[int]:
-        if participation is None:
+        if not participation:
             return list(range(clients))
         return torch.randperm(clients, generator=generator)[:participation].tolist()
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from nestfed.core import Metric, NestfedError
 from nestfed.data.random import Purpose, Streams
 from nestfed.engine.encode import Encoding
@@ -28,6 +30,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         _whole("evaluation.every", self.every, 1)
         _one_of("evaluation.keep", self.keep, ("last", "uniform", "best"))
+        _of_type("evaluation.metric", self.metric, (str, Metric), "the name of a metric, or a Metric")
 
     def due(self, round: int, over: bool) -> bool:
         """Return whether to evaluate after this many rounds."""
@@ -46,7 +49,7 @@ class Gaussian:
     def __post_init__(self) -> None:
         for name in ("clip", "noise"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            if not _is_number(value) or not 0 < value < math.inf:
                 raise NestfedError(f"exchange.privacy.{name} must be a finite number above 0, not {value!r}.")
 
 
@@ -73,14 +76,17 @@ class Exchange:
 
     def __post_init__(self) -> None:
         _whole("exchange.count", self.count, 0)
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+        if not _is_number(self.share) or not 0 < self.share <= 1:
             raise NestfedError(f"exchange.share must be in (0, 1], not {self.share!r}.")
         if self.count and self.share < 1:
             raise NestfedError("exchange.count and exchange.share exclude each other: set one of them.")
-        if not 0 <= self.failures < 1:
+        if not _is_number(self.failures) or not 0 <= self.failures < 1:
             raise NestfedError(f"exchange.failures must be in [0, 1), not {self.failures!r}.")
         _one_of("exchange.weights", self.weights, ("equal", "examples"))
         _one_of("exchange.on_nan", self.on_nan, ("stop", "drop"))
+        _of_type("exchange.encode", self.encode, str, "text")
+        _of_type("exchange.reduce", self.reduce, str, "text")
+        _of_type("exchange.privacy", self.privacy, (Gaussian, type(None)), "Gaussian(clip, noise)")
         if self.weights != "equal" and (self.reduce != "mean" or self.privacy):
             raise NestfedError("exchange.weights = 'examples' needs exchange.reduce = 'mean' and no privacy.")
         if self.privacy and self.reduce != "mean":
@@ -152,7 +158,15 @@ class Execution:
         _whole("execution.workers", self.workers, 0)
         _whole("execution.accumulate", self.accumulate, 1)
         _whole("execution.checkpoint_every", self.checkpoint_every, 1)
-        if not 0 <= self.memory_gb < math.inf:
+        _of_type("execution.compile", self.compile, bool, "true or false")
+        _of_type("execution.profile", self.profile, bool, "true or false")
+        try:
+            torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise NestfedError(
+                f"execution.device must be a device of torch, such as cpu, not {self.device!r}."
+            ) from error
+        if not _is_number(self.memory_gb) or not 0 <= self.memory_gb < math.inf:
             raise NestfedError(f"execution.memory_gb must be at least 0, not {self.memory_gb!r}.")
         if self.compile and self.mode == "loop":
             raise NestfedError("execution.compile needs vectorised clients: set execution.mode to vmap or auto.")
@@ -161,6 +175,15 @@ class Execution:
 def _whole(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _of_type(name: str, value: Any, kind: type | tuple[type, ...], words: str) -> None:
+    if not isinstance(value, kind):
+        raise NestfedError(f"{name} must be {words}, not {value!r}.")
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:

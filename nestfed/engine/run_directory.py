@@ -164,11 +164,7 @@ class RunDirectory:
 
     def settle(self, state: RunState, over: bool) -> None:
         """Write the new lines; save a checkpoint if one is due; stop if the user pressed Ctrl-C."""
-        for record in self.history[self._written :]:
-            if self._log is not None:
-                self._log.add(record)
-            self._show(record)
-        self._written = len(self.history)
+        self._write()
         asked = self.federation.any(self._interrupt.is_set())
         if state.round > self.saved and state.round and (over or asked or state.round % self.every == 0):
             with self.lap("saving"):
@@ -201,8 +197,17 @@ class RunDirectory:
         if self.path is None or not state.round:
             return ""
         if not self.federation.own():  # with private fields, some clients are already in the failed round
+            self._write()  # if the evaluation failed, its round has no line yet
             self.save(state)
         return f"The last good checkpoint is in {self.path}, after round {self.saved}." if self.saved >= 0 else ""
+
+    def _write(self) -> None:
+        """Write the lines of the history that are not in the record yet."""
+        for record in self.history[self._written :]:
+            if self._log is not None:
+                self._log.add(record)
+            self._show(record)
+        self._written = len(self.history)
 
     def _show(self, record: Record) -> None:
         if self.progress is not None:

@@ -226,8 +226,9 @@ def _line(text: str, section: str, key: str) -> str:
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.strip()
         if stripped.startswith("["):
-            inside = stripped.strip("[] ") == section
-            if inside and not key:
+            header = stripped.strip("[] ")
+            inside = header == section
+            if (inside and not key) or header == f"{section}.{key}":
                 return f", line {number}"
         elif inside and stripped.split("=")[0].strip().strip("\"'") == key:
             return f", line {number}"
@@ -270,7 +271,7 @@ def _reject_odd_methods(methods: Any) -> None:
         if not isinstance(table, Mapping):
             raise _SettingError("methods", name, f"methods.{name} must be a table, not {table!r}.")
         if "grid" in table:
-            raise _SettingError("methods", name, f"methods.{name}.grid is now methods.{name}.tune.")
+            raise _SettingError(f"methods.{name}", "grid", f"methods.{name}.grid is now methods.{name}.tune.")
         for section, inner in table.items():
             if not isinstance(inner, Mapping):
                 raise _SettingError("methods", name, f"methods.{name}.{section} must be a table, not {inner!r}.")
@@ -357,7 +358,10 @@ def _privacy(value: Any) -> Gaussian | None:
         raise _SettingError(
             "exchange", "privacy", f"exchange.privacy must be a table {{ clip = 1.0, noise = 1.1 }}, not {value!r}."
         )
-    return Gaussian(**value)
+    try:
+        return Gaussian(**value)
+    except NestfedError as error:
+        raise _SettingError("exchange", "privacy", str(error)) from error
 
 
 def _setting(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """One of test_fuzz's targets under atheris, whose inputs follow the branches that earlier ones reached.
 
-python tests/guided.py TARGET RUNS FOLDER
+python tests/system/guided.py TARGET RUNS FOLDER
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import atheris
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(p) for p in (TESTS, *sorted(TESTS.iterdir())) if p.is_dir()]
 
 with atheris.instrument_imports(include=["nestfed"]):
     from test_fuzz import TARGETS

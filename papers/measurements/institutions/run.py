@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from nestfed.experiment.compare import Outcome, compare
+from nestfed.experiment.compare import compare
 from nestfed.experiment.prepare import prepare
 from nestfed.experiment.spec import Experiment, read
 from nestfed.metrics import judge
+from nestfed.report.summary import MethodResult
 
 SITE = {"heart-disease": "hospital", "eicu": "region"}  # a hospital of the eICU demo has too few deaths to judge
 
@@ -32,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     experiment = read(options.experiment)
-    found: dict[str, list[Outcome]] = {name: [] for name in experiment.methods}
+    found: dict[str, list[MethodResult]] = {name: [] for name in experiment.methods}
     inside: dict[str, list[dict[str, float]]] = {name: [] for name in experiment.methods}
     for split in range(options.splits):
         chosen = experiment.with_overrides({"data.split": split, "run.seed": split})

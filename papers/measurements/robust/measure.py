@@ -26,7 +26,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from nestfed import AUPRC, AUROC, Examples, Pairs, simulate
+from nestfed import AUPRC, AUROC, Evaluation, Examples, Exchange, Execution, Pairs, simulate
 from nestfed.algorithms import build
 from nestfed.core import Algorithm, Clients, NestfedError, as_batch
 from nestfed.data.partition import even
@@ -145,8 +145,9 @@ def curve(method: str, attack: str, share: float, reduce: str, rounds: int, seed
         warnings.simplefilter("ignore")
         try:
             result = simulate(
-                problem, Hostile(algorithm, attack, Q), marked, rounds=rounds, q=Q, seed=seed, reduce=reduce,
-                on_nan="drop", evaluate=judge, every=2, progress=False, mode="vmap", workers=1,
+                problem, Hostile(algorithm, attack, Q), marked, rounds=rounds, q=Q, seed=seed, evaluate=judge,
+                progress=False, evaluation=Evaluation(every=2), exchange=Exchange(reduce=reduce, on_nan="drop"),
+                execution=Execution(mode="vmap", workers=1),
             )  # fmt: skip
         except NestfedError as error:
             return str(error)

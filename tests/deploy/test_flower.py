@@ -692,8 +692,8 @@ def test_wrong_node_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         grid.push_messages([message])
         assert grid.messages[-1][2].content["trouble"]["kind"] == "failed"  # type: ignore[union-attr]
     assert "client=0 for the first" in caplog.text
-    assert "made of letters" in caplog.text
-    assert "but not 'file'" in caplog.text
+    assert "may contain letters" in caplog.text
+    assert "Unknown key 'file'" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_vocabulary_is_cut_to_the_most_frequent_words() -> None:
     assert kept == ("<unk>", "c", "b")
     assert parts[0].tolist() == [0, 2, 2, 1, 1, 1, 0, 0]
     assert parts[1].tolist() == [0, 1]
-    with pytest.raises(NestfedError, match="2…5"):
+    with pytest.raises(NestfedError, match="2 to 5"):
         language.cut([np.array([0])], words, 6)
     with pytest.raises(NestfedError, match="<unk>"):
         language.cut([np.array([0])], ("a", "b"), 2)

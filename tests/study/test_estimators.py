@@ -372,7 +372,7 @@ def test_saved_and_loaded(kind: Any, tmp_path: Path) -> None:
     assert again.get_params() | {"hidden": (4,)} == found.get_params()
     with pytest.raises(NestfedError, match=f"contains a {kind.__name__}, not a FederatedMAML"):
         FederatedMAML.load(tmp_path / "m")
-    with pytest.raises(NestfedError, match=r"estimator\.json is not there"):
+    with pytest.raises(NestfedError, match=r"estimator\.json is missing"):
         kind.load(tmp_path)
 
 

@@ -86,9 +86,9 @@ def theorem1(workshop: Workshop) -> dict[str, Any]:
         for beta in (0.1, 0.5, 0.9):
             toy = Theorem1()
             path = np.abs(_path(toy, NaiveAdaptive(eta, beta), steps, 1))
-            theory = [eta / (3 * math.sqrt(1 - beta**t)) for t in range(1, steps + 1)]
+            moves = [eta / (3 * math.sqrt(1 - beta**t)) for t in range(1, steps + 1)]
             grows = bool((np.diff(path) > 0).all())
-            error = float(np.abs(np.diff(path) - theory).max())
+            error = float(np.abs(np.diff(path) - moves).max())
             ends = {"start": float(path[0]), "end": float(path[-1])}
             naive.append({"eta": eta, "beta": beta, **ends, "monotone": grows, "error": error})
             if beta == 0.5:

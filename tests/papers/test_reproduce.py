@@ -111,7 +111,7 @@ def test_listing_and_times() -> None:
         assert full >= standard
     with pytest.raises(NestfedError, match="did you mean fcsg-table2"):
         lookup.find("fcsg-tabel2")
-    with pytest.raises(NestfedError, match="no budget 'huge'"):
+    with pytest.raises(NestfedError, match="Unknown budget 'huge'"):
         lookup.find("eicu").at("huge")
 
 

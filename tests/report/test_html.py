@@ -253,7 +253,7 @@ def test_the_page_of_a_run_tells_what_its_record_holds(runs: tuple[Path, list[Me
     assert page.settings["run"]["q"] == 2
     ap = page.curves[0].curves[0]
     assert (ap.metric, [s.name for s in ap.series]) == ("ap", ["test", "validation"])
-    with pytest.raises(NestfedError, match=r"no experiment\.json"):
+    with pytest.raises(NestfedError, match=r"experiment\.json is missing"):
         page_of_run(runs[0])
 
 

@@ -133,7 +133,7 @@ def test_estimators_of_other_names() -> None:
     result, record = last(toy, STEM(eta=1e-9), estimator_error(toy.true_grad, "d"))
     assert record["estimator_error"] < 1e-12
     with pytest.raises(NestfedError, match="does not share 'u'; it shares x, d"):
-        estimator_error(toy.true_grad)(result.shared)
+        estimator_error(toy.true_grad)(result.shared, {})
 
 
 @pytest.mark.parametrize("norm", [False, True])

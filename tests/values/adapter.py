@@ -95,7 +95,7 @@ def simulated(settings: Settings) -> Values:
             rounds=s["rounds"],
             q=s["local_steps"],
             seed=s["seed"],
-            measure=lambda shared: _measured(shared[method.point]),
+            measure=lambda shared, private: _measured(shared[method.point]),
             evaluation=_evaluation(s),
             exchange=_exchange(s),
             execution=Execution(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestfed.algorithms.alone import Alone
+from nestfed.algorithms import Alone
 from nestfed.core import DivergedError, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record

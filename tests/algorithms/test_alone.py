@@ -1,5 +1,6 @@
 """Training alone is what each client would do if it were the only one."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_it_keeps_the_contract(kind: str, method: Any) -> None:
 def test_a_client_that_skips_a_round_continues_where_it_stopped() -> None:
     s = SETTINGS["plain"](4)
     how: dict[str, Any] = {"q": 1, "seed": 5, "progress": False}
-    seen: list[torch.Tensor] = [s.problem.x0.expand(4, -1)]
+    seen: list[torch.Tensor] = []  # the start, then after every round
 
     def measure(shared: Any, private: Any) -> dict[str, float]:
         seen.append(Alone(FedAvg(0.05)).points(private).clone())
@@ -82,7 +83,7 @@ def test_a_client_that_skips_a_round_continues_where_it_stopped() -> None:
 
     exchange = Exchange(count=1)
     simulate(s.problem, Alone(FedAvg(0.05)), s.clients, rounds=6, measure=measure, exchange=exchange, **how)
-    for before, after in zip(seen[1:], seen[2:]):  # the first entry is the start, measured before round 1
+    for before, after in pairwise(seen):
         assert (before != after).any(1).sum() == 1
 
 

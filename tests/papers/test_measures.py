@@ -49,7 +49,7 @@ def test_gradient_norm_is_a_slope() -> None:
     toy, h = ConditionalToy(3, 4, kappa=0.3), 1e-5
     x = torch.linspace(-1, 1, 4, dtype=torch.float64)
     slopes = [(toy.value(x + h * e) - toy.value(x - h * e)) / (2 * h) for e in torch.eye(4, dtype=torch.float64)]
-    norm = gradient_norm(toy.true_grad)({"x": x})["gradient_norm"]
+    norm = gradient_norm(toy.true_grad)({"x": x}, {})["gradient_norm"]
     assert norm == pytest.approx(float(torch.tensor(slopes, dtype=torch.float64).norm()), rel=1e-8)
 
 

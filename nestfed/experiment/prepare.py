@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, one_of, unknown
 from nestfed.data import partition
 from nestfed.data.clients import mean_rate
 from nestfed.data.encoding import Schema, encode, flat, numbered
@@ -67,8 +67,7 @@ class DataSpec:
     """The largest number of training examples, for quick tests; 0 = all."""
 
     def __post_init__(self) -> None:
-        if self.held_out not in ("central", "clients"):
-            raise NestfedError(f"data.held_out must be central or clients, not {self.held_out!r}.")
+        one_of("data.held_out", self.held_out, ("central", "clients"))
 
 
 @dataclass(frozen=True)
@@ -292,10 +291,10 @@ def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, in
 
 
 def _check_removal(data: DataSpec, classes: int) -> None:
-    if data.remove not in ("", "positive", "negative"):
-        raise NestfedError(f"data.remove must be 'positive' or 'negative', not {data.remove!r}.")
-    if data.remove and classes != 2:
-        raise NestfedError("data.remove needs two classes: set data.binary = true.")
+    if data.remove:
+        one_of("data.remove", data.remove, ("positive", "negative"))
+        if classes != 2:
+            raise NestfedError("data.remove needs two classes: set data.binary = true.")
 
 
 def _aside(
@@ -314,8 +313,7 @@ def _aside(
 
 def _column(setting: str, name: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     if name not in columns:
-        known = f"the columns are {', '.join(columns)}" if columns else "this dataset has none"
-        raise NestfedError(f"{setting}: no column {name!r} to divide by; {known}.")
+        raise unknown("column", name, columns, owner=f"{setting}: the dataset")
     return columns[name]
 
 
@@ -333,8 +331,7 @@ def _divide(
     if spec.kind == "column":
         coarse = _column("partition.fallback", spec.fallback, columns) if spec.fallback else None
         return partition.by_column(_column("partition.column", spec.column, columns), spec.smallest, coarse)
-    if spec.kind not in kinds:
-        raise NestfedError(f"partition.kind must be one of {', '.join([*kinds, 'column'])}, not {spec.kind!r}.")
+    one_of("partition.kind", spec.kind, [*kinds, "column"])
     shares = kinds[spec.kind]()
     return shares, ["all"] if spec.kind == "pooled" else [str(n) for n in range(len(shares))]
 

@@ -673,7 +673,7 @@ class Broken:
         ({"sites": 0}, "number of sites"),
         ({"sites": 5, "min_sites": 6}, "min-sites must be between 1 and the 5 sites"),
         ({"sites": 5, "weights": "examples"}, "weights is now exchange.weights"),
-        ({"sites": 5, "dead_line": 3}, "Unknown key 'dead-line'"),
+        ({"sites": 5, "dead_line": 3}, r"no key 'dead-line'; did you mean deadline\?"),
         ({"sites": 5, "deadline": 0.0}, "deadline and attempts"),
     ],
 )
@@ -693,7 +693,7 @@ def test_wrong_node_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert grid.messages[-1][2].content["trouble"]["kind"] == "failed"  # type: ignore[union-attr]
     assert "client=0 for the first" in caplog.text
     assert "may contain letters" in caplog.text
-    assert "Unknown key 'file'" in caplog.text
+    assert "no key 'file'" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_mistakes_are_told() -> None:
         Line("a", [0, 1, 0.5], [0, 0, 0])
     with pytest.raises(NestfedError, match="a row has 1 cells, but there are 2 columns"):
         Table("t", ["a", "b"], [["x"]])
-    with pytest.raises(NestfedError, match="verdict must be one of"):
+    with pytest.raises(NestfedError, match="verdict must be confirmed, "):
         Claim("so", "maybe", "")  # type: ignore[arg-type]
     with pytest.raises(NestfedError, match="must have the same length"):
         Series("a", {"round": [0, 1]}, [1.0])

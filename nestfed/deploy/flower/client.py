@@ -13,7 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from nestfed.core import DivergedError, Fields, NestfedError, as_clients
+from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
 from nestfed.deploy.flower.messages import (
     LOG,
     Custom,
@@ -54,7 +54,7 @@ class _Node:
 
         known = ("client", "site", "data", "state", "experiment", "threads")
         if wrong := [k for k in config if k not in known]:
-            raise NestfedError(f"Unknown key {wrong[0]!r} in the node configuration; it takes {', '.join(known)}.")
+            raise unknown("key", wrong[0], known, owner="The node configuration")
         n = config.get("client")
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise NestfedError("The node configuration must give the client's number: client=0 for the first.")

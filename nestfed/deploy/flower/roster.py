@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, one_of, unknown
 from nestfed.deploy.flower.gate import RejectedError, TroubleError
 from nestfed.deploy.flower.mailbox import HELLO, Mailbox
 from nestfed.deploy.flower.messages import LOG, TROUBLES, arrays_of, facts_of, mismatch, stamp_of
@@ -57,14 +57,13 @@ class Setup:
                 "weights is now exchange.weights in the experiment file; remove it from the app's configuration."
             )
         if wrong := [k for k in config if k not in defaults]:
-            raise NestfedError(f"Unknown key {wrong[0]!r} in the app's configuration; it takes {', '.join(defaults)}.")
+            raise unknown("key", wrong[0], defaults, owner="The app's configuration")
         given = {**defaults, **config}
         sites, least = int(given["sites"]), int(given["min-sites"]) or int(given["sites"])
         deadline, attempts = float(given["deadline"]), int(given["attempts"])
         if sites < 1:
             raise NestfedError("The app's configuration must give the number of sites, such as sites = 4.")
-        if given["lost-state"] not in ("refuse", "restart"):
-            raise NestfedError(f"lost-state must be refuse or restart, not {given['lost-state']!r}.")
+        one_of("lost-state", given["lost-state"], ("refuse", "restart"))
         if not 1 <= least <= sites:
             raise NestfedError(f"min-sites must be between 1 and the {sites} sites, not {least}.")
         if not deadline > 0 or attempts < 1 or not float(given["norm-limit"]) >= 0:

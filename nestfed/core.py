@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -80,6 +81,17 @@ def one_of(setting: str, value: object, allowed: Sequence[str]) -> None:
     """Reject a value of a setting that is not among the allowed ones."""
     if value not in allowed:
         raise NestfedError(f"{setting} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.")
+
+
+def whole(what: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of at least `least`, or raise an error about `what`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise NestfedError(f"{what} must be a whole number of at least {least}, not {value!r}.")
+    return number
 
 
 class Registry(Mapping[str, T], Generic[T]):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nestfed.core import Metric, NestfedError, one_of
+from nestfed.core import Metric, NestfedError, one_of, whole
 from nestfed.data.random import Purpose, Streams
 from nestfed.engine.encode import Encoding
 from nestfed.engine.reduce import Reduction
@@ -172,8 +172,8 @@ class Execution:
 
 
 def _whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+    _of_type(name, value, int, "a whole number")  # a number of numpy would change the identity of a run
+    whole(name, value, least)
 
 
 def _is_number(value: Any) -> bool:

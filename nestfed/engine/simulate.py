@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nestfed import metrics
-from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch
+from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine.federation import Failing, Federation
 from nestfed.engine.local import Local
 from nestfed.engine.loop import Plan, drive
@@ -194,9 +194,8 @@ def _check(
 ) -> None:  # fmt: skip
     """Reject invalid arguments before any work starts."""
     refuse_mismatch(problem, method)
-    for name, value, least in (("rounds", rounds, 0), ("q", q, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+    whole("rounds", rounds, 0)
+    whole("q", q)
     if evaluation.keep == "best":
         if not evaluated:
             raise NestfedError("evaluation.keep = 'best' needs a metric: pass evaluate or measure.")

@@ -652,11 +652,41 @@ def test_the_text_of_an_error_stays_at_the_site(tmp_path: Path, caplog: pytest.L
     )
     grid = federation(study, tmp_path, 5)
     grid.apps[102] = client_app(broken)
-    with caplog.at_level(logging.WARNING, logger="flwr"):
+    with caplog.at_level(logging.WARNING, logger="nestfed"):
         coordinate(study, tmp_path, grid, sites=5, min_sites=4)
     assert "clinic-2 did not take part: it failed" in (tmp_path / "run" / "sites.log").read_text()
     for _, _, reply in grid.messages:
         assert b"Jane" not in b"".join(p.deflate() for p in get_all_nested_objects(reply).values())
+
+
+def test_flower_shows_the_log_while_an_app_works(tmp_path: Path) -> None:
+    """Its handlers get every line once, and nothing of a later simulation."""
+    shown: list[logging.LogRecord] = []
+
+    class Terminal(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            shown.append(record)
+
+    terminal, flower, ours = Terminal(logging.INFO), logging.getLogger("flwr"), logging.getLogger("nestfed")
+    before = (ours.level, list(ours.handlers))
+    flower.addHandler(terminal)
+    try:
+        study = labelled("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, rounds=2)
+        deploy(study, tmp_path, 4, lambda n, r, m: None if (n, r) == (1, 2) else m, min_sites=2)
+        lines = [r.getMessage() for r in shown if r.name.startswith("nestfed.")]
+        simulated("fedavg", rounds=2)
+        assert [r.getMessage() for r in shown if r.name.startswith("nestfed.")] == lines
+    finally:
+        flower.removeHandler(terminal)
+    for line in (
+        "nestfed: site clinic-0 connected as client 0.",
+        f"nestfed: starting: fmgda with 4 clients, 2 rounds of 4 local steps; directory {tmp_path / 'run'}.",
+        "nestfed: round 2: site clinic-1 did not answer in time.",
+    ):
+        assert lines.count(line) == 1
+    assert sum(line.startswith("nestfed: round 2 of 2: loss") and "auroc" in line for line in lines) == 1
+    assert lines[-1].startswith("nestfed: finished after round 2: ")
+    assert (ours.level, ours.handlers) == before
 
 
 class Broken:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
+from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.messages import (
-    LOG,
     Custom,
     arrays_of,
     as_record,
@@ -36,6 +36,8 @@ from nestfed.engine.store import LostStateError, Versions, private_fields
 
 if TYPE_CHECKING:
     from nestfed.deploy.site import Place
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,20 +99,21 @@ def client_app(source: Any) -> ClientApp:
 
 def _safely(message: Message, act: Callable[[], RecordDict]) -> Message:
     """Always answer. An error message may quote the site's data, so it stays in the site's log."""
-    try:
-        content = act()
-    except _TroubleError as trouble:
-        LOG.log(WARNING, "nestfed: %s", trouble)
-        content = _trouble(trouble.kind)
-    except DivergedError as error:
-        LOG.log(WARNING, "nestfed: %s", error)
-        content = _trouble("diverged")
-    except LostStateError as error:
-        LOG.log(WARNING, "nestfed: %s", error)
-        content = _trouble("lost-state")
-    except Exception:
-        LOG.exception("nestfed: this site failed.")
-        content = _trouble("failed")
+    with shown_by_flower():
+        try:
+            content = act()
+        except _TroubleError as trouble:
+            LOG.warning("%s", trouble)
+            content = _trouble(trouble.kind)
+        except DivergedError as error:
+            LOG.warning("%s", error)
+            content = _trouble("diverged")
+        except LostStateError as error:
+            LOG.warning("%s", error)
+            content = _trouble("lost-state")
+        except Exception:
+            LOG.exception("this site failed.")
+            content = _trouble("failed")
     return Message(content, reply_to=message)
 
 

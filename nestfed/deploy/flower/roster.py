@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from flwr.serverapp import Grid
 from nestfed.core import NestfedError, one_of, unknown
 from nestfed.deploy.flower.gate import RejectedError, TroubleError
 from nestfed.deploy.flower.mailbox import HELLO, Mailbox
-from nestfed.deploy.flower.messages import LOG, TROUBLES, arrays_of, facts_of, mismatch, stamp_of
+from nestfed.deploy.flower.messages import TROUBLES, arrays_of, facts_of, mismatch, stamp_of
 
 if TYPE_CHECKING:
     from nestfed.deploy.site import Facts
 
+LOG = logging.getLogger(__name__)
 POLL = 0.2
 """Seconds between two polls for answers."""
 HELLO_WAIT = 15.0
@@ -101,10 +103,14 @@ class Roster:
 
     def log(self, sentence: str, level: int = WARNING) -> None:
         """Log a message at the coordinator; warnings also go to sites.log."""
-        LOG.log(level, "nestfed: %s", sentence)
+        LOG.log(level, "%s", sentence)
         if level >= WARNING:
-            with (self.setup.out / "sites.log").open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
+            self.note(sentence)
+
+    def note(self, sentence: str) -> None:
+        """Add a line to sites.log."""
+        with (self.setup.out / "sites.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
 
     def name(self, node: int) -> str:
         """Return the name of a site."""

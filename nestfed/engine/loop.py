@@ -85,6 +85,7 @@ def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, R
         if ask:
             book.judge(state, reply.metrics)
         if over:
+            book.settle(state, over)  # a run of 0 rounds has no line yet
             return
         with reply.lap("averaging"):
             record = close_round(plan.rules, state, order, reply)

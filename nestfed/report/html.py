@@ -151,12 +151,12 @@ def _curves(block: Curves, name: str, charts: list[dict[str, Any]]) -> str:
 def _axes(title: str, found: Sequence[Series]) -> list[str]:
     """Return the x axes that all series have.
 
-    Costs that are always 0 are omitted, such as the bytes of clients that train alone.
+    Costs that are always 0 are omitted, such as the bytes of clients that train alone. A run of 0 rounds has no others.
     """
-    axes = [a for a in AXES if all(a in s.at for s in found) and any(max(s.at[a], default=0) for s in found)]
-    if not axes:
+    shared = [a for a in AXES if all(a in s.at for s in found)]
+    if not shared:
         raise NestfedError(f"Curves {title!r}: the series have no axis in common.")
-    return axes
+    return [a for a in shared if any(max(s.at[a], default=0) for s in found)] or shared[:1]
 
 
 def _curve(

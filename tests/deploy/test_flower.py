@@ -824,6 +824,18 @@ def test_a_packaged_experiment_of_another_kind(name: str, method: str, tmp_path:
     assert records[-1]["participants"] == sites
 
 
+def test_a_run_of_0_rounds_evaluates_the_start(tmp_path: Path) -> None:
+    from nestfed.experiment.run import run
+
+    experiment = labelled("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, rounds=0)
+    grid = deploy(experiment, tmp_path, 4)
+    (expected,) = run(experiment, tmp_path / "simulated", progress=False)
+    (record,) = read_record(tmp_path / "run" / "record.jsonl")
+    assert record["auroc"] == pytest.approx(expected["auroc"], abs=record["auroc_error"] + 1e-6)
+    assert (tmp_path / "run" / "finished.json").exists()
+    assert not shipped(grid, "train")
+
+
 def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:
     from nestfed.experiment.run import run
 

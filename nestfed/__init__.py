@@ -1,5 +1,6 @@
 """NestFed: federated learning for objectives that are not a plain average of losses."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +178,8 @@ __all__ = [
     "held_out",
     "simulate",
 ]
+
+logging.getLogger("nestfed").addHandler(logging.NullHandler())  # silent unless the user configures logging
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -55,15 +56,42 @@ class DivergedError(NestfedError):
 
 T = TypeVar("T")
 
+MOST_NAMES = 40
+"""The most names that a message lists; a table may have thousands of columns."""
 
-def unknown(what: str, name: str, known: Iterable[str]) -> NestfedError:
-    """Return the error for an unknown name and suggest the nearest one: `raise unknown("metric", "acc", METRICS)`."""
+
+def unknown(what: str, name: str, known: Iterable[str], owner: str = "") -> NestfedError:
+    """Return the error for an unknown name and suggest the nearest one: `raise unknown("metric", "acc", METRICS)`.
+
+    - `owner`: what should have the name, such as a file.
+    """
     known = sorted(known)
     lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), lower, 1, 0.4)
-    others = f"choose one of {', '.join(known)}." if known else "there are none."
-    hint = f"did you mean {lower[near[0]]}?" if near else others
-    return NestfedError(f"There is no {what} {name!r}; {hint}")
+    if near:
+        hint = f"did you mean {lower[near[0]]}?"
+    elif known:
+        hint = f"choose one of {', '.join(known[:MOST_NAMES])}{', …' * (len(known) > MOST_NAMES)}."
+    else:
+        hint = "there are none."
+    return NestfedError(f"{f'{owner} has' if owner else 'There is'} no {what} {name!r}; {hint}")
+
+
+def one_of(setting: str, value: object, allowed: Sequence[str]) -> None:
+    """Reject a value of a setting that is not among the allowed ones."""
+    if value not in allowed:
+        raise NestfedError(f"{setting} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.")
+
+
+def whole(what: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of at least `least`, or raise an error about `what`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise NestfedError(f"{what} must be a whole number of at least {least}, not {value!r}.")
+    return number
 
 
 class Registry(Mapping[str, T], Generic[T]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
-from nestfed.core import NETWORKS, NestfedError
+from nestfed.core import NETWORKS, NestfedError, whole
 from nestfed.metrics import judge
 
 
@@ -170,14 +169,3 @@ def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> 
 def scores(logits: Tensor) -> Tensor:
     """Return logits (n, 1) as (n,), and others unchanged."""
     return logits.squeeze(-1) if logits.shape[-1] == 1 else logits
-
-
-def whole(what: str, value: Any) -> int:
-    """Return a whole number of at least 1, or raise an error about `what`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise NestfedError(f"{what} must be a whole number, not {value!r}.") from None
-    if number < 1:
-        raise NestfedError(f"{what} must be at least 1, not {number}.")
-    return number

@@ -295,7 +295,7 @@ def test_scores_in_chunks_are_those_of_all_at_once() -> None:
         (lambda: build("mlp", (7,), width=3), "does not take 'width'; its options are hidden"),
         (lambda: build("mlp"), r"shape=\(14,\)"),
         (lambda: build("mlp", (7,), hidden=64), r"such as \[64\], not 64"),
-        (lambda: build("mlp", (7,), hidden="64"), "hidden width must be a whole number, not '6'"),
+        (lambda: build("mlp", (7,), hidden="64"), "hidden width must be a whole number of at least 1, not '6'"),
         (lambda: build("sine", (1,), depth=3), "no options"),
         (lambda: build("sine", (1,), 2), "one output, not 2"),
         (lambda: build("mnist", (3, 32, 32)), "1×28×28, not 3×32×32"),

@@ -46,11 +46,14 @@ class Adaptive(Server):
     def second(self, V: Tensor, square: Tensor) -> Tensor:
         """Return the new V from the old one and Δ²."""
 
+    def moments(self, state: Fields, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the new M and V."""
+        M = self.beta1 * state["M"] + (1 - self.beta1) * delta
+        return M, self.second(state["V"], delta**2)
+
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
         """Take one server step."""
-        delta = mean["x"] - old["x"]
-        M = self.beta1 * state["M"] + (1 - self.beta1) * delta
-        V = self.second(state["V"], delta**2)
+        M, V = self.moments(state, mean["x"] - old["x"])
         return {"M": M, "V": V}, {"x": old["x"] + self.eta_g * M / (V.sqrt() + self.tau)}
 
 
@@ -79,7 +82,7 @@ class Adagrad(Adaptive):
 
 
 @dataclass(frozen=True)
-class AMS(Adaptive):
+class AMS(Adam):
     """FedAMS (Wang, Lin & Chen 2022): V̂ ← max(V̂, V, ε) with Adam's V, x ← x + η_g·M/√V̂."""
 
     epsilon: float = 1e-6
@@ -88,14 +91,8 @@ class AMS(Adaptive):
         """M = 0, V = τ², V̂ = 0 (its first use takes the maximum with ε)."""
         return {**super().init(shared), "Vhat": torch.zeros_like(shared["x"])}
 
-    def second(self, V: Tensor, square: Tensor) -> Tensor:
-        """Return the moving average of Δ²."""
-        return self.beta2 * V + (1 - self.beta2) * square
-
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
         """Take one server step."""
-        delta = mean["x"] - old["x"]
-        M = self.beta1 * state["M"] + (1 - self.beta1) * delta
-        V = self.second(state["V"], delta**2)
+        M, V = self.moments(state, mean["x"] - old["x"])
         top = torch.maximum(state["Vhat"], V).clamp_min(self.epsilon)
         return {"M": M, "V": V, "Vhat": top}, {"x": old["x"] + self.eta_g * M / top.sqrt()}

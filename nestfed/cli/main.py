@@ -99,8 +99,6 @@ def echo(text: Any = "") -> None:
 @app.command("list")
 def list_() -> None:
     """List algorithms, problems, networks, datasets and experiments."""
-    from rich.table import Table
-
     from nestfed import models  # noqa: F401 (registers the library's own)
     from nestfed.algorithms import METHODS
     from nestfed.data import sources
@@ -110,13 +108,8 @@ def list_() -> None:
         methods = [m for m in METHODS.values() if m.family == family]
         kinds = sorted({m.accepts.kinds for m in methods})
         echo(f"[bold]Algorithms: {family}[/bold] (for problems of kind {'; '.join(kinds)})")
-        table = Table(box=None, pad_edge=False)
-        for column in ("name", "sent per round", "description"):
-            table.add_column(column, overflow="fold", no_wrap=column == "name")
-        for method in methods:
-            first = (method.__doc__ or "").strip().split("\n")[0]
-            table.add_row(method.name, _sent(method), first)
-        echo(table)
+        rows = [(m.name, _sent(m), (m.__doc__ or "").strip().split("\n")[0]) for m in methods]
+        show_table(("name", "sent per round", "description"), rows)
         echo()
     echo(f"Problems: {', '.join(OBJECTIVES)}\n")
     echo(f"Networks: {', '.join(NETWORKS)}\n")
@@ -342,13 +335,13 @@ def status() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of text; the first column does not wrap."""
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], unbroken: int = 1) -> None:
+    """Print a table of text; the first columns, `unbroken` of them, do not wrap."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=i == 0)
+        table.add_column(column, overflow="fold", no_wrap=i < unbroken)
     for row in rows:
         table.add_row(*row)
     echo(table)
@@ -394,17 +387,13 @@ def cite(name: str) -> None:
 @data_app.command("list")
 def data_list() -> None:
     """List datasets, and whether they are on this machine."""
-    from rich.table import Table
-
     from nestfed.data import files, sources
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("name", "on this machine", "description", "examples", "licence"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("name", "on this machine"))
+    rows = []
     for source in sources.names():
         here = "yes" if not source.forms or sources.where(source.name) else f"no, {_download(source)}"
-        table.add_row(source.name, here, source.about, source.examples, source.licence)
-    echo(table)
+        rows.append((source.name, here, source.about, source.examples, source.licence))
+    show_table(("name", "on this machine", "description", "examples", "licence"), rows, unbroken=2)
     echo("\nA missing dataset is downloaded when it is first used, or by `nestfed data fetch NAME`, to")
     echo(f"{files.cache_folder() / 'data'}. To use datasets in another folder, set NESTFED_DATA.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
+import logging
 import os
 import ssl
 import sys
@@ -17,6 +18,7 @@ from typing import IO
 
 from nestfed.core import NestfedError
 
+LOG = logging.getLogger(__name__)
 CHUNK = 1 << 20
 TRIES = 4  # attempts in all; a broken connection is resumed where it broke
 TIMEOUT = 30.0  # seconds without a byte
@@ -161,6 +163,7 @@ def download(file: File, url: str, folder: Path, progress: Progress | None = Non
         with _alone(folder):
             if final.is_file() and problem(final, file) is None:  # another process may have downloaded it
                 return final
+            LOG.info("downloading %s (%s bytes) to %s.", url, f"{file.size:,}", folder)
             with part.open("ab") as out:
                 sentence = _fill(file, url, part, out, report)
             if sentence:
@@ -200,6 +203,7 @@ def _receive(file: File, url: str, out: IO[bytes], report: Progress) -> None:
             return
         except _BrokenOffError as e:
             reason = str(e)
+            LOG.warning("download of %s broke off: %s.", url, reason)
     have = out.seek(0, os.SEEK_END)
     raise NestfedError(
         f"Download of {url} stopped after {have:,} of {file.size:,} bytes ({reason}): "

@@ -7,17 +7,16 @@ Labels may be numbers or text; a class is a distinct label.
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, whole
 
 Indices = npt.NDArray[np.int64]
 
@@ -86,7 +85,7 @@ def k_classes(labels: npt.ArrayLike, clients: int, k: int, seed: int) -> list[In
     """
     classes, codes = _classes(labels)
     n, clients = _clients(len(codes), clients)
-    k = _whole("k_classes: k", k, 1)
+    k = whole("k_classes: k", k, 1)
     sizes = np.bincount(codes)
     if k > len(classes):
         raise NestfedError(f"k_classes: k={k} classes per client, but the labels have only {len(classes)}.")
@@ -151,7 +150,7 @@ def dirichlet(labels: npt.ArrayLike, clients: int, alpha: float, seed: int, mini
     """
     classes, codes = _classes(labels)
     n, clients = _clients(len(codes), clients)
-    minimum = _whole("dirichlet: minimum", minimum, 1)
+    minimum = whole("dirichlet: minimum", minimum, 1)
     if not 1e-6 <= alpha <= 1e6:
         raise NestfedError(f"dirichlet: alpha must be between 1e-6 and 1e6, not {alpha}.")
     if n < clients * minimum:
@@ -189,7 +188,7 @@ def by_column(
     none, the call fails.
     """
     names, codes = _values(values)
-    smallest = _whole("by_column: smallest", smallest, 1)
+    smallest = whole("by_column: smallest", smallest, 1)
     small = np.bincount(codes)[codes] < smallest
     clients = [(name, codes == c) for c, name in enumerate(names) if (codes == c).sum() >= smallest]
     if fallback is not None:
@@ -293,7 +292,7 @@ def hold_out(
     labels: stratify: the same number of rows, and ``fraction`` of each class rounded up or down (largest remainder).
     groups: hold out whole groups, such as patients, in random order, up to the row count nearest to ``fraction·n``.
     """
-    n = _whole("hold_out: n", n, 2)
+    n = whole("hold_out: n", n, 2)
     if not 0 < fraction < 1:
         raise NestfedError(f"hold_out: fraction must be strictly between 0 and 1, not {fraction}.")
     if groups is not None and labels is not None:
@@ -384,7 +383,7 @@ def summary(parts: Sequence[npt.ArrayLike], labels: npt.ArrayLike, names: Sequen
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
     # The purpose is part of the key, so that one seed gives different permutations for hold-out and partition.
-    key = np.random.SeedSequence([_whole("seed", seed, 0), zlib.crc32(purpose.encode())])
+    key = np.random.SeedSequence([whole("seed", seed, 0), zlib.crc32(purpose.encode())])
     return np.random.Generator(np.random.Philox(key))
 
 
@@ -416,20 +415,10 @@ def _classes(labels: npt.ArrayLike) -> tuple[npt.NDArray[Any], Indices]:
 
 
 def _clients(n: int, clients: int) -> tuple[int, int]:
-    n, clients = _whole("The number of rows", n, 1), _whole("The number of clients", clients, 1)
+    n, clients = whole("The number of rows", n, 1), whole("The number of clients", clients, 1)
     if n < clients:
         raise NestfedError(f"{n} rows cannot be split over {clients} clients; every client needs at least one.")
     return n, clients
-
-
-def _whole(what: str, value: SupportsIndex, least: int) -> int:
-    try:
-        whole = operator.index(value)
-    except TypeError:
-        raise NestfedError(f"{what} must be a whole number, not {value!r}.") from None
-    if whole < least:
-        raise NestfedError(f"{what} must be at least {least}, not {whole}.")
-    return whole
 
 
 def _same_length(what: str, found: int, expected: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import importlib
 import warnings
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, unknown
 from nestfed.data.encoding import Column, Schema, features_of, numbered
 from nestfed.data.formats import bounded, read_npz, reading, refuse
 
@@ -178,9 +177,7 @@ def _distinct(path: Path, names: Sequence[str]) -> None:
 def require_column(path: Path, name: str, table: Mapping[str, Any]) -> None:
     """Reject a file without this column, and suggest the nearest name."""
     if name not in table:
-        near = difflib.get_close_matches(name, list(table), 1, 0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, list(table)[:20]))}."
-        raise NestfedError(f"{path} has no column {name!r}: {hint}")
+        raise unknown("column", name, table, owner=str(path))
 
 
 def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, Schema]:
@@ -273,8 +270,8 @@ def _labels(path: Path, target: str, column: Any, classes: Sequence[str] | None)
         names = tuple(map(str, classes))
         if len(set(names)) < len(names):
             raise NestfedError(f"{where} has classes {', '.join(names)}, expected each only once.")
-        if unknown := sorted(found - set(names)):
-            raise NestfedError(f"{where} holds {unknown[0]!r}, expected one of {', '.join(names)} as given in classes.")
+        if strange := sorted(found - set(names)):
+            raise NestfedError(f"{where} holds {strange[0]!r}, expected one of {', '.join(names)} as given in classes.")
     elif types.is_bool_dtype(series.dtype) or found <= {"False", "True"}:
         names = ("False", "True")
     elif types.is_numeric_dtype(series.dtype) and all(v.isdecimal() for v in found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -24,6 +25,7 @@ from nestfed.deploy.processes import Processes
 if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
 
+LOG = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 """Turn off Flower's telemetry and update check."""
@@ -206,7 +208,7 @@ def local(
     deadline: float = 600.0,
     insecure: bool = False,
     show: bool | None = None,
-    notify: Callable[[str], None] = lambda sentence: None,
+    notify: Callable[[str], None] = LOG.info,
 ) -> list[dict[str, Any]]:
     """Run an experiment with real processes on this machine. Call it again to resume."""
     from nestfed.engine.progress import Progress

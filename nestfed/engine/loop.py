@@ -6,6 +6,7 @@ It owns participation, evaluation, the record, checkpoints, progress and interru
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,6 +18,8 @@ from nestfed.engine.options import Evaluation
 from nestfed.engine.program import span_from
 from nestfed.engine.round import Order, Reply, Rules, RunState, close_round
 from nestfed.engine.run_directory import Interrupted, RunDirectory
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, R
         if ask:
             book.judge(state, reply.metrics)
         if over:
+            book.settle(state, over)  # a run of 0 rounds has no line yet
             return
         with reply.lap("averaging"):
             record = close_round(plan.rules, state, order, reply)
@@ -94,6 +98,8 @@ def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, R
 def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirectory) -> None:
     """Run a plan's rounds on a federation. After an error, save the last good state and name its location in the error."""
     loop = rounds(plan, state, book)
+    if book.leads:
+        _log_start(plan, state, book)
     try:
         work = next(loop, None)
         while work is not None:
@@ -104,6 +110,14 @@ def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirector
         if where := book.rescue(state):
             raise type(error)(f"{error} {where}") from error
         raise
+    if book.leads:
+        LOG.info("finished after round %d: %s examples, %.3g s.", state.round, f"{state.examples:,}", state.seconds)
+
+
+def _log_start(plan: Plan, state: RunState, book: RunDirectory) -> None:
+    what = f"{plan.rules.method.name} with {plan.rules.clients} clients, {plan.rounds} rounds of {plan.q} local steps"
+    begin = f"resuming after round {state.round}" if state.round else "starting"
+    LOG.info("%s: %s; %s.", begin, what, f"directory {book.path}" if book.path is not None else "nothing is saved")
 
 
 def send(loop: Generator[Work, Reply, None], reply: Reply) -> Work | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from nestfed.core import Metric, NestfedError
+from nestfed.core import Metric, NestfedError, one_of, whole
 from nestfed.data.random import Purpose, Streams
 from nestfed.engine.encode import Encoding
 from nestfed.engine.reduce import Reduction
@@ -29,7 +28,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         _whole("evaluation.every", self.every, 1)
-        _one_of("evaluation.keep", self.keep, ("last", "uniform", "best"))
+        one_of("evaluation.keep", self.keep, ("last", "uniform", "best"))
         _of_type("evaluation.metric", self.metric, (str, Metric), "the name of a metric, or a Metric")
 
     def due(self, round: int, over: bool) -> bool:
@@ -82,8 +81,8 @@ class Exchange:
             raise NestfedError("exchange.count and exchange.share exclude each other: set one of them.")
         if not _is_number(self.failures) or not 0 <= self.failures < 1:
             raise NestfedError(f"exchange.failures must be in [0, 1), not {self.failures!r}.")
-        _one_of("exchange.weights", self.weights, ("equal", "examples"))
-        _one_of("exchange.on_nan", self.on_nan, ("stop", "drop"))
+        one_of("exchange.weights", self.weights, ("equal", "examples"))
+        one_of("exchange.on_nan", self.on_nan, ("stop", "drop"))
         _of_type("exchange.encode", self.encode, str, "text")
         _of_type("exchange.reduce", self.reduce, str, "text")
         _of_type("exchange.privacy", self.privacy, (Gaussian, type(None)), "Gaussian(clip, noise)")
@@ -153,8 +152,8 @@ class Execution:
     """Measure where the time goes."""
 
     def __post_init__(self) -> None:
-        _one_of("execution.mode", self.mode, ("auto", "vmap", "loop"))
-        _one_of("execution.precision", self.precision, ("full", "bf16"))
+        one_of("execution.mode", self.mode, ("auto", "vmap", "loop"))
+        one_of("execution.precision", self.precision, ("full", "bf16"))
         _whole("execution.workers", self.workers, 0)
         _whole("execution.accumulate", self.accumulate, 1)
         _whole("execution.checkpoint_every", self.checkpoint_every, 1)
@@ -173,8 +172,8 @@ class Execution:
 
 
 def _whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+    _of_type(name, value, int, "a whole number")  # a number of numpy would change the identity of a run
+    whole(name, value, least)
 
 
 def _is_number(value: Any) -> bool:
@@ -184,8 +183,3 @@ def _is_number(value: Any) -> bool:
 def _of_type(name: str, value: Any, kind: type | tuple[type, ...], words: str) -> None:
     if not isinstance(value, kind):
         raise NestfedError(f"{name} must be {words}, not {value!r}.")
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise NestfedError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.")

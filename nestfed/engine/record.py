@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +20,11 @@ COSTS = ("round", "iteration", "participants", "loss", "drift", "examples", "byt
 def metrics_of(record: Record) -> dict[str, float]:
     """Return the known metrics of a record."""
     return {k: v for k, v in record.items() if k not in COSTS and v is not None}
+
+
+def last_known(history: Sequence[Record], column: str) -> float | None:
+    """Return the last value of a metric or cost that is known; None if there is none."""
+    return next((float(r[column]) for r in reversed(history) if r.get(column) is not None), None)
 
 
 def line(record: Record) -> str:

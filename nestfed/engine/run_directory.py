@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -24,6 +25,8 @@ from nestfed.engine.record import Log, metrics_of
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record, Reply, RunState
 from nestfed.files import sweep
+
+LOG = logging.getLogger(__name__)
 
 
 class Interrupted(NestfedError):
@@ -48,7 +51,7 @@ class RunDirectory:
     ) -> None:
         self.path, self.identity, self.federation, self.leads = path, identity, federation, leads
         self.point, self.rounds, self.evaluation, self.every = point, rounds, evaluation, checkpoint_every
-        self.warn = warn
+        self._warn = warn
         self.progress: Progress | None = None
         self.history: list[Record] = []
         self.laps: dict[str, float] = {}
@@ -190,6 +193,8 @@ class RunDirectory:
         if self._log is not None:
             self._log.settle()
             checkpoint.write(self.path, state, private, self.identity)
+            # A checkpoint after every round is not news.
+            LOG.log(logging.INFO if self.every > 1 else logging.DEBUG, "checkpoint after round %d.", state.round)
         self.saved = state.round
 
     def rescue(self, state: RunState) -> str:
@@ -210,8 +215,18 @@ class RunDirectory:
         self._written = len(self.history)
 
     def _show(self, record: Record) -> None:
+        found = metrics_of(record)
         if self.progress is not None:
-            self.progress.update(record, metrics_of(record))
+            self.progress.update(record, found)
+        if found and self.leads:
+            numbers = ({} if record["loss"] is None else {"loss": record["loss"]}) | found
+            text = ", ".join(f"{k} {v:.4g}" for k, v in numbers.items())
+            LOG.info("round %d of %d: %s", record["round"], self.rounds, text)
+
+    def warn(self, sentence: str) -> None:
+        """Log a warning, and give it to the caller."""
+        LOG.warning("%s", sentence)
+        self._warn(sentence)
 
     def _rewrite(self) -> None:
         if self._log is not None and self.path is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nestfed import metrics
-from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch
+from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine.federation import Failing, Federation
 from nestfed.engine.local import Local
 from nestfed.engine.loop import Plan, drive
@@ -23,6 +23,7 @@ from nestfed.engine.privacy import Noise
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.progress import Progress
 from nestfed.engine.ranks import Group, Ranks
+from nestfed.engine.record import last_known
 from nestfed.engine.round import Record, Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.store import Tables, private_fields
@@ -61,11 +62,11 @@ class Result:
 
     def __getitem__(self, column: str) -> float:
         """Return the last known value of a metric or cost."""
-        values = [r[column] for r in self.history if r.get(column) is not None]
-        if not values:
+        value = last_known(self.history, column)
+        if value is None:
             known = sorted({k for r in self.history for k, v in r.items() if v is not None})
             raise KeyError(f"The history has no {column!r}; it has {', '.join(known)}.")
-        return float(values[-1])
+        return value
 
     def frame(self) -> pd.DataFrame:
         """Return the history as a data frame, one row per round."""
@@ -194,9 +195,8 @@ def _check(
 ) -> None:  # fmt: skip
     """Reject invalid arguments before any work starts."""
     refuse_mismatch(problem, method)
-    for name, value, least in (("rounds", rounds, 0), ("q", q, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise NestfedError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+    whole("rounds", rounds, 0)
+    whole("q", q)
     if evaluation.keep == "best":
         if not evaluated:
             raise NestfedError("evaluation.keep = 'best' needs a metric: pass evaluate or measure.")

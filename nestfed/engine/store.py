@@ -16,6 +16,7 @@ from nestfed.engine import checkpoint, memory
 from nestfed.engine.encode import RESIDUAL, Encoding
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.round import Order, RunState, put
+from nestfed.files import make_directory
 
 KEEP = 3
 """Versions of its private fields that a site keeps before the last one requested."""
@@ -109,11 +110,7 @@ class Versions:
         """Save the next version, and delete those that can no longer be requested."""
         if not fields:
             return
-        path = self._path(order.round + 1)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise NestfedError(f"Cannot create the directory {path}: {error.strerror}.") from error
+        path = make_directory(self._path(order.round + 1))
         version = RunState({}, {}, torch.zeros(1), round=order.round + 1)
         checkpoint.write(path, version, {k: v[0] for k, v in fields.items()}, self.identity, keep=1)
         for old in sorted(self.folder.glob("version-*")):

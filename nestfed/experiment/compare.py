@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from nestfed.experiment.tune import tune
 from nestfed.files import locked
 from nestfed.report.summary import MethodResult
 
+LOG = logging.getLogger(__name__)
+
 
 def compare(
     experiment: Experiment,
@@ -29,7 +32,7 @@ def compare(
     stopping: bool = False,
     trial_seeds: int = 1,
     workers: int | None = None,
-    tell: Callable[[str], None] = lambda sentence: None,
+    tell: Callable[[str], None] = LOG.info,
 ) -> tuple[Metric, list[MethodResult]]:
     """Tune every method on validation data (see `nestfed.experiment.tune`), then run it with every seed.
 
@@ -40,7 +43,7 @@ def compare(
     - `stopping`: stop the worse half of the trials early.
     - `trial_seeds`: seeds per trial.
     - `workers`: parallel processes; None = one per core.
-    - `tell`: called with progress messages.
+    - `tell`: called with progress messages; by default they go to the log.
     """
     workers = workers or os.cpu_count() or 1
     if seeds < 1:

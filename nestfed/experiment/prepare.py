@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, one_of, unknown
 from nestfed.data import partition
 from nestfed.data.clients import mean_rate
 from nestfed.data.encoding import Schema, encode, flat, numbered
@@ -67,8 +67,7 @@ class DataSpec:
     """The largest number of training examples, for quick tests; 0 = all."""
 
     def __post_init__(self) -> None:
-        if self.held_out not in ("central", "clients"):
-            raise NestfedError(f"data.held_out must be central or clients, not {self.held_out!r}.")
+        one_of("data.held_out", self.held_out, ("central", "clients"))
 
 
 @dataclass(frozen=True)
@@ -142,71 +141,119 @@ def divide(
     scaling: Scaling | None = None,
 ) -> Prepared:
     """Do all of `prepare` except loading. `scaling` replaces the scaling computed from these examples."""
-    own_test = data.held_out == "clients"
-    if data.remove not in ("", "positive", "negative"):
-        raise NestfedError(f"data.remove must be 'positive' or 'negative', not {data.remove!r}.")
     labels, classes = _labels(whole.y, len(whole.classes), data)
-    if data.remove and classes != 2:
-        raise NestfedError("data.remove needs two classes: set data.binary = true.")
-    rows, strata, owner = np.arange(len(whole)), labels, None
-    if own_test:
+    _check_removal(data, classes)
+    owners = _Owners.divide(parts, whole, labels, seed) if data.held_out == "clients" else None
+    rows = _choose(data, whole, labels, owners, own_test=test is None, seed=seed)
+    if owners is None:
+        shares, names = _divide(parts, {k: v[rows.train] for k, v in whole.columns.items()}, labels[rows.train], seed)
+    else:
+        shares, names = owners.training(rows.train), owners.names
+    scale, later = _scaling(data.name, whole, rows.train, shares, names) if scaling is None else (scaling, None)
+    y = torch.from_numpy(labels)
+
+    def held(chosen: np.ndarray) -> Held:
+        columns = {k: v[chosen] for k, v in whole.columns.items()}
+        return Held(scale(whole.x[chosen]), y[chosen], owners.parts(chosen) if owners else (), columns)
+
+    if test is None or owners is not None:
+        outside = held(rows.test)
+    else:
+        answers = torch.from_numpy(_labels(test.y, len(test.classes), data)[0])
+        outside = Held(scale(test.x), answers, columns=test.columns)
+    return Prepared(
+        scale(whole.x[rows.train]),
+        y[rows.train],
+        shares,
+        names,
+        outside,
+        held(rows.validation) if len(rows.validation) else None,
+        classes,
+        later,
+        _summary(data, whole, shares, labels[rows.train], names),
+    )
+
+
+@dataclass(frozen=True)
+class _Owners:
+    """The client of every row, if clients hold out their own examples."""
+
+    names: list[str]
+    client: np.ndarray
+
+    @classmethod
+    def divide(cls, parts: PartitionSpec, whole: Dataset, labels: np.ndarray, seed: int) -> _Owners:
+        """Give every row to a client."""
         shares, names = _divide(parts, whole.columns, labels, seed)
-        owner = np.empty(len(whole), np.int64)
+        client = np.empty(len(whole), np.int64)
         for n, share in enumerate(shares):
-            owner[share] = n
-        strata = owner * classes + labels  # every client holds out some examples of each of its classes
-    tested = rows[:0]
-    if own_test or test is None:
-        rows, tested = _aside(data, whole, strata, rows, data.test, data.split)
-    validated = rows[:0]
+            client[share] = n
+        return cls(names, client)
+
+    def parts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the positions of each client's rows among these rows."""
+        return [np.flatnonzero(self.client[rows] == n) for n in range(len(self.names))]
+
+    def training(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the parts of the training rows; every client needs some."""
+        shares = self.parts(rows)
+        if empty := [name for name, share in zip(self.names, shares) if not len(share)]:
+            raise NestfedError(
+                f"Client {empty[0]} has no training examples left: lower data.test, or use fewer clients."
+            )
+        return shares
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a dataset by their use."""
+
+    train: np.ndarray
+    test: np.ndarray
+    validation: np.ndarray
+
+
+def _choose(
+    data: DataSpec, whole: Dataset, labels: np.ndarray, owners: _Owners | None, *, own_test: bool, seed: int
+) -> _Rows:
+    """Hold out test and validation rows, then drop training rows (`remove`, `limit`).
+
+    - `own_test`: the dataset has no test set, so some of its rows become one.
+    """
+    strata = labels
+    if owners is not None:  # every client holds out some examples of each of its classes
+        strata = owners.client * (labels.max(initial=0) + 1) + labels
+    rows = np.arange(len(whole))
+    test = validation = rows[:0]
+    if own_test or owners is not None:
+        rows, test = _aside(data, whole, strata, rows, data.test, data.split)
     if data.validation:
-        rows, validated = _aside(data, whole, strata, rows, data.validation, seed)
+        rows, validation = _aside(data, whole, strata, rows, data.validation, seed)
     if data.remove:
         rows = rows[partition.remove(labels[rows], int(data.remove == "positive"), data.fraction, seed)]
     if data.limit and len(rows) > data.limit:
         rows = np.sort(np.random.default_rng(seed).choice(rows, data.limit, replace=False))
-    if owner is None:
-        shares, names = _divide(parts, {k: v[rows] for k, v in whole.columns.items()}, labels[rows], seed)
-    else:
-        shares = _owned(owner[rows], len(names))
-        if empty := [name for name, share in zip(names, shares) if not len(share)]:
-            raise NestfedError(
-                f"Client {empty[0]} has no training examples left: lower data.test, or use fewer clients."
-            )
-    if scaling is not None:
-        scale, later = scaling, None
-    elif whole.x.dtype == np.uint8:
-        scale, later = _pixels(data.name, whole.x, len(rows))
-    else:
-        x, schema = as_table(whole)
-        own = {name: (x[rows[share]], schema) for name, share in zip(names, shares)}
-        encoding = encode(own, mark_gaps=x.ndim == 2)
-        scale, later = lambda x: encoding(x, schema), None
-    y = torch.from_numpy(labels)
+    return _Rows(rows, test, validation)
 
-    def held(chosen: np.ndarray) -> Held:
-        parts = _owned(owner[chosen], len(names)) if owner is not None else ()
-        columns = {k: v[chosen] for k, v in whole.columns.items()}
-        return Held(scale(whole.x[chosen]), y[chosen], parts, columns)
 
-    if own_test or test is None:
-        outside = held(tested)
-    else:
-        answers = torch.from_numpy(_labels(test.y, len(test.classes), data)[0])
-        outside = Held(scale(test.x), answers, columns=test.columns)
-    summary = partition.summary(shares, labels[rows], names)
+def _scaling(
+    name: str, whole: Dataset, rows: np.ndarray, shares: Sequence[np.ndarray], names: Sequence[str]
+) -> tuple[Scaling, Callable[[Tensor], Tensor] | None]:
+    """Return the conversion of examples to tensors, fitted on the training rows, and the transform of each batch."""
+    if whole.x.dtype == np.uint8:
+        return _pixels(name, whole.x, len(rows))
+    x, schema = as_table(whole)
+    encoding = encode({name: (x[rows[share]], schema) for name, share in zip(names, shares)}, mark_gaps=x.ndim == 2)
+    return lambda x: encoding(x, schema), None
+
+
+def _summary(
+    data: DataSpec, whole: Dataset, shares: Sequence[np.ndarray], labels: np.ndarray, names: Sequence[str]
+) -> partition.Summary:
+    """Count the training examples by client and class."""
+    summary = partition.summary(shares, labels, names)
     called = ("negative", "positive") if data.binary or data.positive else whole.classes
-    return Prepared(
-        scale(whole.x[rows]),
-        y[rows],
-        shares,
-        names,
-        outside,
-        held(validated) if len(validated) else None,
-        classes,
-        later,
-        replace(summary, classes=tuple(called[int(c)] for c in summary.classes)),
-    )
+    return replace(summary, classes=tuple(called[int(c)] for c in summary.classes))
 
 
 def as_table(data: Dataset) -> tuple[np.ndarray, Schema]:
@@ -243,6 +290,13 @@ def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, in
     return np.isin(y, positive).astype(np.int64), 2
 
 
+def _check_removal(data: DataSpec, classes: int) -> None:
+    if data.remove:
+        one_of("data.remove", data.remove, ("positive", "negative"))
+        if classes != 2:
+            raise NestfedError("data.remove needs two classes: set data.binary = true.")
+
+
 def _aside(
     data: DataSpec, whole: Dataset, strata: np.ndarray, rows: np.ndarray, share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -259,8 +313,7 @@ def _aside(
 
 def _column(setting: str, name: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     if name not in columns:
-        known = f"the columns are {', '.join(columns)}" if columns else "this dataset has none"
-        raise NestfedError(f"{setting}: no column {name!r} to divide by; {known}.")
+        raise unknown("column", name, columns, owner=f"{setting}: the dataset")
     return columns[name]
 
 
@@ -278,15 +331,9 @@ def _divide(
     if spec.kind == "column":
         coarse = _column("partition.fallback", spec.fallback, columns) if spec.fallback else None
         return partition.by_column(_column("partition.column", spec.column, columns), spec.smallest, coarse)
-    if spec.kind not in kinds:
-        raise NestfedError(f"partition.kind must be one of {', '.join([*kinds, 'column'])}, not {spec.kind!r}.")
+    one_of("partition.kind", spec.kind, [*kinds, "column"])
     shares = kinds[spec.kind]()
     return shares, ["all"] if spec.kind == "pooled" else [str(n) for n in range(len(shares))]
-
-
-def _owned(owner: np.ndarray, clients: int) -> list[np.ndarray]:
-    """Return the rows of each client, given the client of each row."""
-    return [np.flatnonzero(owner == n) for n in range(clients)]
 
 
 def _pixels(name: str, x: np.ndarray, rows: int) -> tuple[Scaling, Callable[[Tensor], Tensor] | None]:

@@ -13,7 +13,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from nestfed.core import EXPERIMENTS, NestfedError, Power, unknown
+from nestfed.core import EXPERIMENTS, NestfedError, Power, one_of, unknown
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 from nestfed.experiment.prepare import DataSpec, PartitionSpec
 from nestfed.problems import OBJECTIVES
@@ -44,8 +44,7 @@ class RunSpec:
     """federated, or alone: each client trains alone, and the metrics are averaged."""
 
     def __post_init__(self) -> None:
-        if self.sites not in ("federated", "alone"):
-            raise NestfedError(f"run.sites must be federated or alone, not {self.sites!r}.")
+        one_of("run.sites", self.sites, ("federated", "alone"))
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,10 @@ class Experiment:
         changed: dict[str, dict[str, Any]] = {}
         for key, value in changes.items():
             section, _, name = key.partition(".")
-            if not name or section not in _SECTIONS:
+            if not name:
                 raise NestfedError(f"{key!r} is not a setting; write section.name, with a section of {_known()}.")
+            if section not in _SECTIONS:
+                raise unknown("section", section, _SECTIONS)
             changed.setdefault(section, {})[name] = value
         for section, table in changed.items():
             tables[section] = _merged(section, tables.get(section, {}), table)
@@ -127,7 +128,7 @@ class Experiment:
             if section == "tune":
                 continue
             if section not in _SECTIONS:
-                raise NestfedError(f"methods.{name}.{section}: the sections are {_known()} and tune.")
+                raise unknown("section", section, [*_SECTIONS, "tune"], owner=f"methods.{name}")
             keep = {"name": name} if section == "algorithm" else tables.get(section, {})
             tables[section] = _merged(section, keep, table)
         return from_tables(tables)

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import random
@@ -40,6 +41,7 @@ from nestfed.metrics import find
 if TYPE_CHECKING:
     from optuna.study import Study
 
+LOG = logging.getLogger(__name__)
 TRIALS = 10
 """The default number of trials for a grid with ranges."""
 STOPS = (0.25, 0.5)
@@ -293,7 +295,7 @@ def tune(
     stopping: bool = True,
     seeds: int = 1,
     workers: int | None = None,
-    tell: Callable[[str], None] = lambda sentence: None,
+    tell: Callable[[str], None] = LOG.info,
 ) -> tuple[Metric, dict[str, Tuned]]:
     """Try settings for each method and choose the best on validation data; return the metric and the results.
 
@@ -304,7 +306,7 @@ def tune(
     - `stopping`: stop the worse half of the trials early.
     - `seeds`: seeds per trial; their mean counts.
     - `workers`: parallel processes; None = one per core.
-    - `tell`: called with progress messages.
+    - `tell`: called with progress messages; by default they go to the log.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if trials < 0:

@@ -18,7 +18,7 @@ from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.files import write_atomically
-from nestfed.report.page import AXES, Cell, Claim, Curves, Figure, Image, Page, Series, Style, Table
+from nestfed.report.page import AXES, Cell, Claim, Curve, Curves, Figure, Image, Page, Series, Style, Table
 from nestfed.report.svg import Drawn, View, draw, view
 
 POINTS = 400
@@ -130,45 +130,67 @@ def _is_number(text: str) -> bool:
 
 
 def _curves(block: Curves, name: str, charts: list[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(series.name for curve in block.curves for series in curve.series))
+    """Return the section of a block of curves, and add their numbers to `charts`."""
     found = [series for curve in block.curves for series in curve.series]
     if not found:
         return ""
-    # Omit costs that are always 0, such as the bytes of clients that train alone.
-    axes = [a for a in AXES if all(a in s.at for s in found) and any(max(s.at[a], default=0) for s in found)]
-    if not axes:
-        raise NestfedError(f"Curves {block.title!r}: the series have no axis in common.")
-    drawn, trimmed = [], False
-    for i, curve in enumerate(block.curves):
-        thin = [_thinned(series) for series in curve.series]
-        lines = [
-            Drawn(names.index(s.name), s.at[axes[0]], s.mean, s.sd) for s in thin if any(v is not None for v in s.mean)
-        ]
-        shown = view(lines)
-        trimmed |= shown.whole != shown.shown
-        series = [
-            {"slot": names.index(s.name), "name": s.name, "mean": s.mean, "sd": s.sd, "seeds": s.seeds}
-            | {"at": {axis: s.at[axis] for axis in axes}}
-            for s in thin
-        ]
-        chart = f"{name}-{i}"
-        made = {"id": chart, "kind": "curve", "metric": curve.metric, "small": i > 0}
-        charts.append({**made, "view": shown.shown, "log": shown.log, "series": series})
-        last = "; ".join(f"{s.name} {_last(s.mean)}" for s in curve.series)
-        picture = draw(chart, lines, AXES[axes[0]], "", shown, small=i > 0, whole=axes[0] == "round")
-        drawn.append(_chart(chart, curve.metric, f"{curve.metric} against {AXES[axes[0]]}; last: {last}", picture))
+    names = list(dict.fromkeys(series.name for series in found))
+    axes = _axes(block.title, found)
+    drawn = [_curve(curve, f"{name}-{i}", names, axes, i > 0) for i, curve in enumerate(block.curves)]
+    charts += [numbers for numbers, _, _ in drawn]
+    boxes = {
+        "whole": ("whole range", any(trimmed for _, _, trimmed in drawn)),
+        "seeds": ("single seeds", any(s.seeds for s in found)),
+    }
+    controls = _controls(name, axes, {value: text for value, (text, needed) in boxes.items() if needed})
+    grid = f'<div class="charts">{"".join(figure for _, figure, _ in drawn)}</div>'
+    parts = [f'<div class="board" id="{name}">{controls}{_legend(names)}{grid}</div>', _paragraph(block.note, "note")]
+    return _section(f"{name}-section", block.title, parts)
+
+
+def _axes(title: str, found: Sequence[Series]) -> list[str]:
+    """Return the x axes that all series have.
+
+    Costs that are always 0 are omitted, such as the bytes of clients that train alone. A run of 0 rounds has no others.
+    """
+    shared = [a for a in AXES if all(a in s.at for s in found)]
+    if not shared:
+        raise NestfedError(f"Curves {title!r}: the series have no axis in common.")
+    return [a for a in shared if any(max(s.at[a], default=0) for s in found)] or shared[:1]
+
+
+def _curve(
+    curve: Curve, name: str, names: Sequence[str], axes: Sequence[str], small: bool
+) -> tuple[dict[str, Any], str, bool]:
+    """Return a curve's numbers for the script, its figure, and whether the figure leaves out early values."""
+    axis, thin = axes[0], [_thinned(series) for series in curve.series]
+    lines = [Drawn(names.index(s.name), s.at[axis], s.mean, s.sd) for s in thin if any(v is not None for v in s.mean)]
+    shown = view(lines)
+    series = [
+        {"slot": names.index(s.name), "name": s.name, "mean": s.mean, "sd": s.sd, "seeds": s.seeds}
+        | {"at": {a: s.at[a] for a in axes}}
+        for s in thin
+    ]
+    numbers = {"id": name, "kind": "curve", "metric": curve.metric, "small": small}
+    numbers |= {"view": shown.shown, "log": shown.log, "series": series}
+    last = "; ".join(f"{s.name} {_last(s.mean)}" for s in curve.series)
+    picture = draw(name, lines, AXES[axis], "", shown, small=small, whole=axis == "round")
+    figure = _chart(name, curve.metric, f"{curve.metric} against {AXES[axis]}; last: {last}", picture)
+    return numbers, figure, shown.whole != shown.shown
+
+
+def _controls(name: str, axes: Sequence[str], boxes: Mapping[str, str]) -> str:
+    """Return the choice of the x axis and the check boxes, by value, of a block of curves."""
     choice = "".join(
         f'<label><input type="radio" name="{name}-axis" value="{axis}"{" checked" if axis == axes[0] else ""}>'
         f"<span>{AXES[axis]}</span></label>"
         for axis in axes
     )
-    boxes = [("whole", "whole range")] * trimmed + [("seeds", "single seeds")] * any(s.seeds for s in found)
-    checks = "".join(f'<label class="check"><input type="checkbox" value="{v}"> {text}</label>' for v, text in boxes)
     against = f'<fieldset class="axis"><legend>against</legend>{choice}</fieldset>' if len(axes) > 1 else ""
-    controls = f'<div class="controls">{against}{checks}</div>' if against or checks else ""
-    grid = f'<div class="charts">{"".join(drawn)}</div>'
-    parts = [f'<div class="board" id="{name}">{controls}{_legend(names)}{grid}</div>', _paragraph(block.note, "note")]
-    return _section(f"{name}-section", block.title, parts)
+    checks = "".join(
+        f'<label class="check"><input type="checkbox" value="{value}"> {text}</label>' for value, text in boxes.items()
+    )
+    return f'<div class="controls">{against}{checks}</div>' if against or checks else ""
 
 
 def _last(values: Sequence[float | None]) -> str:

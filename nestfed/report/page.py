@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, one_of
 
 AXES = {"round": "rounds", "examples": "examples", "bytes": "bytes sent", "seconds": "seconds"}
 """The possible x axes of a curve."""
@@ -117,8 +117,7 @@ class Claim:
     evidence: str
 
     def __post_init__(self) -> None:
-        if self.verdict not in get_args(Verdict):
-            raise NestfedError(f"verdict must be one of {', '.join(get_args(Verdict))}, not {self.verdict!r}.")
+        one_of("verdict", self.verdict, get_args(Verdict))
 
 
 @dataclass(frozen=True)

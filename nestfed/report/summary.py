@@ -11,13 +11,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 from nestfed.core import Metric, NestfedError
-from nestfed.engine.record import COSTS, read
+from nestfed.engine.record import COSTS, last_known, read
 from nestfed.engine.round import Record
 from nestfed.metrics import find
-from nestfed.report.page import Cell, Claim, Curve, Curves, Figure, Image, Line, Page, Series, Table, size
+from nestfed.report.page import Cell, Curve, Curves, Figure, Image, Line, Page, Series, Table, size
 
 History = Sequence[Record]
 TRAINING = ("loss", "drift")
+COST_COLUMNS = ("rounds", "examples", "sent", "seconds")
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class MethodResult:
         )
 
 
-def last(history: Sequence[Record], metric: str) -> float:
+def last(history: History, metric: str) -> float:
     """Return a metric's last recorded value."""
-    values = [r[metric] for r in history if r.get(metric) is not None]
-    if not values:
+    value = last_known(history, metric)
+    if value is None:
         known = sorted(set().union(*history) - {"round", "iteration"}) if history else []
         raise NestfedError(f"The records have no {metric!r}; they have {', '.join(known)}.")
-    return float(values[-1])
+    return value
 
 
 def page_of_run(directory: Path, title: str = "") -> Page:
@@ -69,7 +70,9 @@ def page_of_run(directory: Path, title: str = "") -> Page:
         curves.append(Curve(metric, [s for s in named.values() if s is not None]))
     training = [(name, series_of("training", [history], name)) for name in TRAINING]
     curves += [Curve(name, [series]) for name, series in training if series is not None]
-    finals = [[metric, *(_number(_last(history, prefix + metric)) for prefix in kinds.values())] for metric in metrics]
+    finals = [
+        [metric, *(_number(last_known(history, prefix + metric)) for prefix in kinds.values())] for metric in metrics
+    ]
     done = "" if (directory / "finished.json").exists() else f", unfinished ({settings['run']['rounds']} planned)"
     summary = (
         f"{end['round']} rounds{done}; {end['examples']:,} examples, {size(_sent(end))} sent, {end['seconds']:.3g} s."
@@ -87,59 +90,61 @@ def page_of_run(directory: Path, title: str = "") -> Page:
 
 
 def page_of_comparison(
-    directory: Path,
-    metric: str | Metric,
-    outcomes: Sequence[MethodResult],
-    *,
-    title: str = "",
-    published: Mapping[str, float] | None = None,
-    targets: Sequence[float] = (),
-    claims: Sequence[Claim] = (),
+    directory: Path, metric: str | Metric, outcomes: Sequence[MethodResult], *, title: str = ""
 ) -> Page:
-    """Return the report of a comparison (`nestfed.experiment.compare`) from its directory.
-
-    - `published`: published values by method.
-    - `targets`: report the cost of reaching these values; by default the final value of the worst method.
-    """
+    """Return the report of a comparison (`nestfed.experiment.compare`) from its directory."""
     metric = find(metric)
-    first: dict[str, Path] = {}
-    seeds: list[int] = []
-    for outcome in outcomes:
-        places = sorted((directory / outcome.method).glob("seed-*"), key=lambda p: int(p.name.partition("-")[2]))
-        if not places:
-            raise NestfedError(f"{directory} contains no runs of {outcome.method}.")
-        first[outcome.method] = places[0]
-        seeds = sorted({*seeds, *(_settings(p)["run"]["seed"] for p in places[: len(outcome.histories)])})
-    runs = {o.method: o.histories for o in outcomes}
+    places = {o.method: _seed_directories(directory, o) for o in outcomes}
+    first = {method: found[0] for method, found in places.items()}
     settings = {method: _settings(place) for method, place in first.items()}
-    finals = {method: _finals(histories, metric.name) for method, histories in runs.items()}
-    means = {method: fmean(values) for method, values in finals.items()}
-    best = max(means, key=lambda m: metric.signed(means[m]))
-    targets = targets or [metric.worst(means.values())]
-    tuned: dict[str, dict[str, Cell]] = {
+    seeds = sorted({_settings(place)["run"]["seed"] for found in places.values() for place in found})
+    runs = {o.method: o.histories for o in outcomes}
+    return Page(
+        title or f"{_count(len(outcomes), 'method')} on {_one(_subject(s) for s in settings.values())}",
+        _conclusion(outcomes, metric, len(seeds)),
+        tables=[
+            final_table(runs, metric, _tuning_columns(outcomes)),
+            target_table(runs, metric, metric.worst(fmean(o.final(metric.name)) for o in outcomes)),
+        ],
+        curves=[curves_of_runs(runs, _metrics_to_draw(runs, metric, next(iter(settings.values()))))],
+        figures=_score_figures(first),
+        images=_pictures(first.values()),
+        facts=_facts(settings, seeds, list(first.values())),
+        settings=_differences(settings),
+    )
+
+
+def _seed_directories(directory: Path, outcome: MethodResult) -> list[Path]:
+    """Return the directories of a method's runs, one per history, in the order of their seeds."""
+    found = sorted((directory / outcome.method).glob("seed-*"), key=lambda p: int(p.name.partition("-")[2]))
+    if not found:
+        raise NestfedError(f"{directory} contains no runs of {outcome.method}.")
+    return found[: len(outcome.histories)]
+
+
+def _conclusion(outcomes: Sequence[MethodResult], metric: Metric, seeds: int) -> str:
+    """Return a sentence about the best method, and one about each method that diverged."""
+    best = max(outcomes, key=lambda o: metric.signed(fmean(o.final(metric.name))))
+    result = f"{best.method}, {spread(best.final(metric.name))} over {_count(seeds, 'seed')}"
+    return " ".join(
+        [f"{metric.direction} mean {metric.name}: {result}.", *(o.divergence() for o in outcomes if o.diverged)]
+    )
+
+
+def _tuning_columns(outcomes: Sequence[MethodResult]) -> dict[str, dict[str, Cell]]:
+    """Return the columns about tuning, if any method was tuned."""
+    if not any(o.trials for o in outcomes):
+        return {}
+    return {
         "trials": {o.method: o.trials for o in outcomes},
         "tuned to": {o.method: ", ".join(f"{k.split('.')[-1]} = {v}" for k, v in o.chosen.items()) for o in outcomes},
     }
-    tables = [final_table(runs, metric, published or {}, tuned if any(o.trials for o in outcomes) else {})]
-    tables += [target_table(runs, metric, target) for target in targets]
-    summary = (
-        f"{metric.direction} mean {metric.name}: {best}, {spread(finals[best])} over {_count(len(seeds), 'seed')}."
-    )
-    summary = " ".join([summary, *(o.divergence() for o in outcomes if o.diverged)])
-    everything = [h for histories in runs.values() for h in histories]
-    others = [m for m in _metrics(everything, next(iter(settings.values()))) if m != metric.name]
-    names = [metric.name, *others, *TRAINING]
-    return Page(
-        title or f"{_count(len(outcomes), 'method')} on {_one(_subject(s) for s in settings.values())}",
-        summary,
-        claims,
-        tables,
-        [curves_of_runs(runs, names)],
-        _score_figures(first),
-        _pictures(first.values()),
-        _facts(settings, seeds, list(first.values())),
-        _differences(settings),
-    )
+
+
+def _metrics_to_draw(runs: Mapping[str, Sequence[History]], metric: Metric, settings: Mapping[str, Any]) -> list[str]:
+    """Return the metric of the comparison, then all others, then loss and drift."""
+    found = _metrics([h for histories in runs.values() for h in histories], settings)
+    return [metric.name, *(m for m in found if m != metric.name), *TRAINING]
 
 
 # ------------------------------------------------------------------------------ parts that other reports use too
@@ -181,35 +186,38 @@ def curves_of_runs(runs: Mapping[str, Sequence[History]], metrics: Sequence[str]
 def final_table(
     runs: Mapping[str, Sequence[History]],
     metric: str | Metric,
-    published: Mapping[str, float] | None = None,
     more: Mapping[str, Mapping[str, Cell]] | None = None,
     title: str = "",
 ) -> Table:
-    """Return final values and total costs per method, next to published values; `more` adds columns."""
-    metric, published, more = find(metric), published or {}, more or {}
-    columns = ["method", metric.name, *(["published", "difference"] if published else [])]
-    columns += ["rounds", "examples", "sent", "seconds", *more]
-    means = {method: fmean(_finals(histories, metric.name)) for method, histories in runs.items()}
-    top = metric.best(means.values())
+    """Return final values and total costs per method; `more` adds columns."""
+    metric, more = find(metric), more or {}
+    finals = {method: [last(h, metric.name) for h in histories] for method, histories in runs.items()}
     rows: list[list[Cell]] = []
     for method, histories in runs.items():
-        ends = [history[-1] for history in histories]
-        row: list[Cell] = [method, spread(_finals(histories, metric.name))]
-        if published:
-            known = published.get(method)
-            row += [None, None] if known is None else [f"{known:.4f}", _signed(means[method] - known)]
-        row += [
-            spread([e["round"] for e in ends], _whole),
-            spread([e["examples"] for e in ends], _whole),
-            spread([_sent(e) for e in ends], size),
-            spread([e["seconds"] for e in ends], _seconds),
-        ]
-        rows.append([*row, *(values.get(method) for values in more.values())])
+        added = [values.get(method) for values in more.values()]
+        rows.append([method, spread(finals[method]), *_costs([h[-1] for h in histories]), *added])
+    means = [fmean(values) for values in finals.values()]
+    best = [i for i, mean in enumerate(means) if mean == metric.best(means)] if len(runs) > 1 else []
+    columns = ["method", metric.name, *COST_COLUMNS, *more]
+    return Table(title or "Final values on test data", columns, rows, _seeds_note(runs), best)
+
+
+def _seeds_note(runs: Mapping[str, Sequence[History]]) -> str:
     counts = {len(histories) for histories in runs.values()}
+    if max(counts) == 1:
+        return "One seed."
     seeds = "–".join(str(c) for c in sorted({min(counts), max(counts)}))
-    note = f"Mean ± standard deviation over {seeds} seeds." if max(counts) > 1 else "One seed."
-    best = [i for i, method in enumerate(runs) if means[method] == top]
-    return Table(title or "Final values on test data", columns, rows, note, best if len(runs) > 1 else ())
+    return f"Mean ± standard deviation over {seeds} seeds."
+
+
+def _costs(records: Sequence[Record]) -> list[Cell]:
+    """Return the costs up to some records, one per seed, as the cells of `COST_COLUMNS`."""
+    return [
+        spread([r["round"] for r in records], _whole),
+        spread([r["examples"] for r in records], _whole),
+        spread([_sent(r) for r in records], size),
+        spread([r["seconds"] for r in records], _seconds),
+    ]
 
 
 def target_table(runs: Mapping[str, Sequence[History]], metric: str | Metric, target: float, title: str = "") -> Table:
@@ -218,19 +226,12 @@ def target_table(runs: Mapping[str, Sequence[History]], metric: str | Metric, ta
     rows: list[list[Cell]] = []
     for method, histories in runs.items():
         hits = [hit for history in histories if (hit := reached(history, metric, target)) is not None]
-        row: list[Cell] = [method, None, None, None, None]
-        if hits:
-            row[1:] = [
-                spread([h["round"] for h in hits], _whole),
-                spread([h["examples"] for h in hits], _whole),
-                spread([_sent(h) for h in hits], size),
-                spread([h["seconds"] for h in hits], _seconds),
-            ]
-        rows.append([*row, f"{len(hits)} of {len(histories)}"])
+        costs = _costs(hits) if hits else [None] * len(COST_COLUMNS)
+        rows.append([method, *costs, f"{len(hits)} of {len(histories)}"])
     note = (
         "Costs up to the first evaluation that reaches the value, averaged over the seeds that reach it (last column)."
     )
-    columns = ["method", "rounds", "examples", "sent", "seconds", "seeds"]
+    columns = ["method", *COST_COLUMNS, "seeds"]
     return Table(title or f"Cost of reaching {metric.name} {_number(target)}", columns, rows, note)
 
 
@@ -350,17 +351,6 @@ def _pictures(places: Any) -> list[Image]:
 # ------------------------------------------------------------------------------------------------- numbers
 
 
-def _finals(histories: Sequence[History], metric: str) -> list[float]:
-    values = [_last(history, metric) for history in histories]
-    if not values or None in values:
-        raise NestfedError(f"The records have no {metric!r}.")
-    return [v for v in values if v is not None]
-
-
-def _last(history: History, metric: str) -> float | None:
-    return next((float(r[metric]) for r in reversed(history) if r.get(metric) is not None), None)
-
-
 def _sent(record: Record) -> int:
     return int(record["bytes_up"] + record["bytes_down"])
 
@@ -375,10 +365,6 @@ def _seconds(value: float) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−") if round(value, 4) else "0.0000"
 
 
 def _count(number: int, noun: str) -> str:

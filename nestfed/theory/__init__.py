@@ -7,10 +7,9 @@ its proof, the docstring says which one is used here.
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, unknown
 from nestfed.theory import adaptive, compositional, conditional, minimax
 from nestfed.theory.base import COMPLEXITY, METHODS, Bound, Complexity, CubeRoot, Method, Prescription, Squared, join
 
@@ -36,9 +35,7 @@ def method(name: str) -> Method:
     """Return the row of a method; for an unknown name, suggest the nearest one."""
     key = name.lower().replace("_", "-")
     if key not in METHODS:
-        near = difflib.get_close_matches(key, METHODS, n=1)
-        hint = f"did you mean {near[0]}" if near else f"choose {join(METHODS).replace(' and ', ' or ')}"
-        raise NestfedError(f"There is no theorem for {name!r}: {hint}.")
+        raise unknown("theorem for", name, METHODS)
     return METHODS[key]
 
 
@@ -52,7 +49,5 @@ def prescribe(name: str, **constants: Any) -> Prescription:
     known = [*row.required, *row.optional]
     for n in constants:
         if n not in known:
-            near = difflib.get_close_matches(n, known, n=1, cutoff=0.5)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise NestfedError(f"{row.title} has no constant {n!r}{hint}; it has {join(known)}.")
+            raise unknown("constant", n, known, owner=row.title)
     return row.prescribe(row.constants(**constants))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, max_pool2d, relu
 
-from nestfed.core import NestfedError
-from nestfed.models import Mlp, Network, scores, whole
+from nestfed.core import NestfedError, whole
+from nestfed.models import Mlp, Network, scores
 
 Hidden = tuple[Tensor, Tensor]
 """The state (h, c) of a `WordLSTM`, each (layers, batch, size)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Clients, Data, NestfedError, at_least, positive
+from nestfed.core import Clients, Data, NestfedError, at_least, one_of, positive
 from nestfed.data.random import Purpose, Streams
 from nestfed.data.sources import load
 from nestfed.problems.base import Model
@@ -249,8 +249,7 @@ class OmniglotOptions(Generated):
         at_least(self, 1, "ways", "shots", "queries", "tasks", "inner_steps")
         at_least(self, 2, "test_tasks")
         at_least(self, 0, "clip")
-        if self.split not in ("characters", "alphabets"):
-            raise NestfedError(f"omniglot: split must be characters or alphabets, not {self.split!r}.")
+        one_of("omniglot: split", self.split, ("characters", "alphabets"))
 
     def build(self, setting: Setting) -> Made:
         """Return the problem; the metric is the accuracy on test tasks."""

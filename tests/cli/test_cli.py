@@ -103,6 +103,16 @@ def test_a_run_leaves_its_directory_and_is_not_run_twice(here: Here) -> None:
     here.refused((*words[:-1], "full"), "not empty")
 
 
+@pytest.mark.parametrize("sites", ["federated", "alone"])
+def test_a_run_of_0_rounds_reports_the_start(sites: str, here: Here) -> None:
+    code, said, err = here(*SMALL, "run.rounds=0", f"run.sites={sites}", "--out", "start")
+    assert code == 0, err
+    (record,) = read_record(here.cwd / "start" / "record.jsonl")
+    assert (record["round"], record["examples"]) == (0, 0)
+    assert f"ap           {record['ap']:.4f}" in said
+    assert f"{record['ap']:.4f}" in (here.cwd / "start" / "report.html").read_text()
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(here: Here, tmp_path: Path) -> None:
     words = [*SMALL, "run.rounds=120", "evaluation.every=40", "--out"]
     started = subprocess.Popen(

@@ -317,9 +317,9 @@ def test_hold_out_by_group(groups: list[int], fraction: float, seed: int) -> Non
     ("call", "words"),
     [
         (lambda: even(3, 4, 0), "3 rows cannot be split over 4 clients"),
-        (lambda: even(3, 0, 0), "clients must be at least 1"),
-        (lambda: even(3, 1.5, 0), "whole number, not 1.5"),  # type: ignore[arg-type]
-        (lambda: even(3, 2, -1), "seed must be at least 0"),
+        (lambda: even(3, 0, 0), "clients must be a whole number of at least 1, not 0"),
+        (lambda: even(3, 1.5, 0), "a whole number of at least 1, not 1.5"),  # type: ignore[arg-type]
+        (lambda: even(3, 2, -1), "seed must be a whole number of at least 0"),
         (lambda: similar(TEN, 5, 95, 0), "between 0 and 1, not 95"),
         (lambda: similar(TEN.reshape(2, -1), 5, 0.5, 0), "shape"),
         (lambda: similar([0.0, float("nan")], 1, 0.5, 0), "1 labels are missing"),

@@ -819,8 +819,8 @@ def write(path: Path, text: str) -> Path:
         ("", ("empty",)),
         ("\n", ("cannot be read",)),
         ("x,y\n", ("no rows",)),
-        ("x,yy\n1,1\n", ("no column 'y'", "did you mean 'yy'?")),
-        ("aaa,bbb\n1,1\n", ("no column 'y'", "'aaa', 'bbb'")),
+        ("x,yy\n1,1\n", ("no column 'y'", "did you mean yy?")),
+        ("aaa,bbb\n1,1\n", ("no column 'y'", "choose one of aaa, bbb")),
         ("x,y\n1,1\n2,\n", ("'y'", "missing in 1 of 2 rows")),
         ("y\n1\n", ("no column left",)),
         ("x,x,y\n1,2,0\n", ("two columns called 'x'",)),
@@ -851,7 +851,7 @@ def test_table_paths_that_are_refused(tmp_path: Path) -> None:
         one_sentence(error, name, part)
     path = write(tmp_path / "t.csv", "x,site,y\n1,a,0\n")
     for options in ({"columns": ["sit"]}, {"drop": ["sit"]}):
-        with pytest.raises(NestfedError, match="did you mean 'site'"):
+        with pytest.raises(NestfedError, match="did you mean site"):
             load_table(path, "y", **options)
     for options in ({"columns": ["y"]}, {"columns": ["site"], "drop": ["site"]}):
         with pytest.raises(NestfedError, match="two roles"):

@@ -652,11 +652,41 @@ def test_the_text_of_an_error_stays_at_the_site(tmp_path: Path, caplog: pytest.L
     )
     grid = federation(study, tmp_path, 5)
     grid.apps[102] = client_app(broken)
-    with caplog.at_level(logging.WARNING, logger="flwr"):
+    with caplog.at_level(logging.WARNING, logger="nestfed"):
         coordinate(study, tmp_path, grid, sites=5, min_sites=4)
     assert "clinic-2 did not take part: it failed" in (tmp_path / "run" / "sites.log").read_text()
     for _, _, reply in grid.messages:
         assert b"Jane" not in b"".join(p.deflate() for p in get_all_nested_objects(reply).values())
+
+
+def test_flower_shows_the_log_while_an_app_works(tmp_path: Path) -> None:
+    """Its handlers get every line once, and nothing of a later simulation."""
+    shown: list[logging.LogRecord] = []
+
+    class Terminal(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            shown.append(record)
+
+    terminal, flower, ours = Terminal(logging.INFO), logging.getLogger("flwr"), logging.getLogger("nestfed")
+    before = (ours.level, list(ours.handlers))
+    flower.addHandler(terminal)
+    try:
+        study = labelled("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, rounds=2)
+        deploy(study, tmp_path, 4, lambda n, r, m: None if (n, r) == (1, 2) else m, min_sites=2)
+        lines = [r.getMessage() for r in shown if r.name.startswith("nestfed.")]
+        simulated("fedavg", rounds=2)
+        assert [r.getMessage() for r in shown if r.name.startswith("nestfed.")] == lines
+    finally:
+        flower.removeHandler(terminal)
+    for line in (
+        "nestfed: site clinic-0 connected as client 0.",
+        f"nestfed: starting: fmgda with 4 clients, 2 rounds of 4 local steps; directory {tmp_path / 'run'}.",
+        "nestfed: round 2: site clinic-1 did not answer in time.",
+    ):
+        assert lines.count(line) == 1
+    assert sum(line.startswith("nestfed: round 2 of 2: loss") and "auroc" in line for line in lines) == 1
+    assert lines[-1].startswith("nestfed: finished after round 2: ")
+    assert (ours.level, ours.handlers) == before
 
 
 class Broken:
@@ -673,7 +703,7 @@ class Broken:
         ({"sites": 0}, "number of sites"),
         ({"sites": 5, "min_sites": 6}, "min-sites must be between 1 and the 5 sites"),
         ({"sites": 5, "weights": "examples"}, "weights is now exchange.weights"),
-        ({"sites": 5, "dead_line": 3}, "Unknown key 'dead-line'"),
+        ({"sites": 5, "dead_line": 3}, r"no key 'dead-line'; did you mean deadline\?"),
         ({"sites": 5, "deadline": 0.0}, "deadline and attempts"),
     ],
 )
@@ -693,7 +723,7 @@ def test_wrong_node_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert grid.messages[-1][2].content["trouble"]["kind"] == "failed"  # type: ignore[union-attr]
     assert "client=0 for the first" in caplog.text
     assert "may contain letters" in caplog.text
-    assert "Unknown key 'file'" in caplog.text
+    assert "no key 'file'" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -792,6 +822,18 @@ def test_a_packaged_experiment_of_another_kind(name: str, method: str, tmp_path:
         for key in metrics:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key
     assert records[-1]["participants"] == sites
+
+
+def test_a_run_of_0_rounds_evaluates_the_start(tmp_path: Path) -> None:
+    from nestfed.experiment.run import run
+
+    experiment = labelled("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, rounds=0)
+    grid = deploy(experiment, tmp_path, 4)
+    (expected,) = run(experiment, tmp_path / "simulated", progress=False)
+    (record,) = read_record(tmp_path / "run" / "record.jsonl")
+    assert record["auroc"] == pytest.approx(expected["auroc"], abs=record["auroc_error"] + 1e-6)
+    assert (tmp_path / "run" / "finished.json").exists()
+    assert not shipped(grid, "train")
 
 
 def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:

@@ -222,8 +222,8 @@ def text_in_numbers(frame: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
-        (None, {"target": "malignent"}, r"has no column 'malignent': did you mean 'malignant'\?"),
-        (None, {"group": "patients"}, r"has no column 'patients': did you mean 'patient'\?"),
+        (None, {"target": "malignent"}, r"has no column 'malignent'; did you mean malignant\?"),
+        (None, {"group": "patients"}, r"has no column 'patients'; did you mean patient\?"),
         (None, {"positive": "2"}, "is never '2': it is 0, 1"),
         (None, {"drop": ["nothing"]}, "has no column 'nothing'"),
         (None, {}, "'patient' of .* holds .* different texts .* drop it"),

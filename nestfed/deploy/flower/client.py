@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from nestfed.core import DivergedError, Fields, NestfedError, as_clients
+from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
+from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.messages import (
-    LOG,
     Custom,
     arrays_of,
     as_record,
@@ -37,6 +37,8 @@ from nestfed.engine.store import LostStateError, Versions, private_fields
 if TYPE_CHECKING:
     from nestfed.deploy.site import Place
 
+LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class _Node:
@@ -54,7 +56,7 @@ class _Node:
 
         known = ("client", "site", "data", "state", "experiment", "threads")
         if wrong := [k for k in config if k not in known]:
-            raise NestfedError(f"Unknown key {wrong[0]!r} in the node configuration; it takes {', '.join(known)}.")
+            raise unknown("key", wrong[0], known, owner="The node configuration")
         n = config.get("client")
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise NestfedError("The node configuration must give the client's number: client=0 for the first.")
@@ -97,20 +99,21 @@ def client_app(source: Any) -> ClientApp:
 
 def _safely(message: Message, act: Callable[[], RecordDict]) -> Message:
     """Always answer. An error message may quote the site's data, so it stays in the site's log."""
-    try:
-        content = act()
-    except _TroubleError as trouble:
-        LOG.log(WARNING, "nestfed: %s", trouble)
-        content = _trouble(trouble.kind)
-    except DivergedError as error:
-        LOG.log(WARNING, "nestfed: %s", error)
-        content = _trouble("diverged")
-    except LostStateError as error:
-        LOG.log(WARNING, "nestfed: %s", error)
-        content = _trouble("lost-state")
-    except Exception:
-        LOG.exception("nestfed: this site failed.")
-        content = _trouble("failed")
+    with shown_by_flower():
+        try:
+            content = act()
+        except _TroubleError as trouble:
+            LOG.warning("%s", trouble)
+            content = _trouble(trouble.kind)
+        except DivergedError as error:
+            LOG.warning("%s", error)
+            content = _trouble("diverged")
+        except LostStateError as error:
+            LOG.warning("%s", error)
+            content = _trouble("lost-state")
+        except Exception:
+            LOG.exception("this site failed.")
+            content = _trouble("failed")
     return Message(content, reply_to=message)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 PROTOCOL = 2
 """Increased when messages change."""
-LOG = logging.getLogger("flwr.nestfed")  # a child of Flower's logger: `flwr run --stream` and a site's terminal show it
 
 TROUBLES = {
     "another-experiment": "it runs another experiment, or another version of this one",

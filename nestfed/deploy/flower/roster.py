@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, one_of, unknown
 from nestfed.deploy.flower.gate import RejectedError, TroubleError
 from nestfed.deploy.flower.mailbox import HELLO, Mailbox
-from nestfed.deploy.flower.messages import LOG, TROUBLES, arrays_of, facts_of, mismatch, stamp_of
+from nestfed.deploy.flower.messages import TROUBLES, arrays_of, facts_of, mismatch, stamp_of
 
 if TYPE_CHECKING:
     from nestfed.deploy.site import Facts
 
+LOG = logging.getLogger(__name__)
 POLL = 0.2
 """Seconds between two polls for answers."""
 HELLO_WAIT = 15.0
@@ -57,14 +59,13 @@ class Setup:
                 "weights is now exchange.weights in the experiment file; remove it from the app's configuration."
             )
         if wrong := [k for k in config if k not in defaults]:
-            raise NestfedError(f"Unknown key {wrong[0]!r} in the app's configuration; it takes {', '.join(defaults)}.")
+            raise unknown("key", wrong[0], defaults, owner="The app's configuration")
         given = {**defaults, **config}
         sites, least = int(given["sites"]), int(given["min-sites"]) or int(given["sites"])
         deadline, attempts = float(given["deadline"]), int(given["attempts"])
         if sites < 1:
             raise NestfedError("The app's configuration must give the number of sites, such as sites = 4.")
-        if given["lost-state"] not in ("refuse", "restart"):
-            raise NestfedError(f"lost-state must be refuse or restart, not {given['lost-state']!r}.")
+        one_of("lost-state", given["lost-state"], ("refuse", "restart"))
         if not 1 <= least <= sites:
             raise NestfedError(f"min-sites must be between 1 and the {sites} sites, not {least}.")
         if not deadline > 0 or attempts < 1 or not float(given["norm-limit"]) >= 0:
@@ -102,10 +103,14 @@ class Roster:
 
     def log(self, sentence: str, level: int = WARNING) -> None:
         """Log a message at the coordinator; warnings also go to sites.log."""
-        LOG.log(level, "nestfed: %s", sentence)
+        LOG.log(level, "%s", sentence)
         if level >= WARNING:
-            with (self.setup.out / "sites.log").open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
+            self.note(sentence)
+
+    def note(self, sentence: str) -> None:
+        """Add a line to sites.log."""
+        with (self.setup.out / "sites.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
 
     def name(self, node: int) -> str:
         """Return the name of a site."""

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from nestfed.core import NestfedError, refuse_mismatch
 from nestfed.deploy.flower.federation import Flower
 from nestfed.deploy.flower.gate import RejectedError
+from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.mailbox import HELLO
 from nestfed.deploy.flower.messages import (
     Custom,
@@ -32,8 +33,7 @@ from nestfed.deploy.flower.roster import POLL, Roster, Setup
 from nestfed.deploy.site import Agreement, at_coordinator, finish, merge
 from nestfed.engine import loop
 from nestfed.engine.privacy import Noise
-from nestfed.engine.progress import Progress
-from nestfed.engine.round import Record, Rules, RunState
+from nestfed.engine.round import Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
@@ -53,7 +53,7 @@ class Coordinator:
     def run(self) -> None:
         """Run the experiment, or resume it after the last finished round."""
         claim(self.setup.out, self.study)
-        with locked(self.setup.out, PREDECESSOR):
+        with shown_by_flower(), locked(self.setup.out, PREDECESSOR):
             if (self.setup.out / "finished.json").exists():
                 self.roster.log(f"{self.setup.out} contains a finished run; choose another `out` for a new one.", INFO)
                 return
@@ -64,7 +64,7 @@ class Coordinator:
                 raise
 
     def _run(self) -> None:
-        study, setup, log = self.study, self.setup, self.roster.log
+        study, setup = self.study, self.setup
         plan, token = self.plan()
         made = study.make() if isinstance(study, Custom) else at_coordinator(study, plan)
         sites_evaluate = not isinstance(study, Custom) and isinstance(study.problem, Labelled)
@@ -76,7 +76,7 @@ class Coordinator:
             # Every site knows the seed and so who takes part: sampling does not amplify privacy.
             statement = replace(noise, rate=1.0).statement(study.run.rounds, method.shared)
             write_atomically(setup.out / "privacy.txt", f"{statement}\n".encode())
-            log(statement, INFO)
+            self.roster.log(statement, INFO)
         evaluation = study.evaluation
         if evaluation.keep == "best":
             evaluation = replace(evaluation, metric=f"val_{evaluation.metric or made.metric}")
@@ -95,13 +95,10 @@ class Coordinator:
         # A site keeps only a few versions of its private fields, so write a checkpoint every round.
         book = RunDirectory(
             setup.out, f"{study.digest()} {token}", flower, point=method.point, rounds=study.run.rounds,
-            evaluation=evaluation, checkpoint_every=1, warn=log,
+            evaluation=evaluation, checkpoint_every=1, warn=self.roster.note,
         )  # fmt: skip
         state = RunState.start(method, method.init(problem, problem.x0), setup.sites)
         state = book.resume(state, torch.device("cpu"), grow=True)
-        if state.round:
-            log(f"resuming after round {state.round} of {study.run.rounds}.", INFO)
-        book.progress = _Announcer(self.roster, study.run.rounds, state.round)
         with book, torch.no_grad():
             loop.drive(run, state, flower, book)
         self._finish(made, state.outcome(method.point, evaluation.keep), book)
@@ -164,21 +161,6 @@ class Coordinator:
     def _finish(self, made: Assembly, x: torch.Tensor, book: RunDirectory) -> None:
         write_model(self.setup.out / "model.safetensors", made.problem.module(x), x)
         write_atomically(self.setup.out / "finished.json", json.dumps(book.history[-1]).encode())
-
-
-class _Announcer(Progress):
-    """Report progress in the coordinator's log."""
-
-    def __init__(self, roster: Roster, total: int, done: int) -> None:
-        super().__init__("", total, done, False)
-        self.roster = roster
-
-    def update(self, record: Record, metrics: dict[str, float]) -> None:
-        """Report the loss and metrics of a round that was evaluated."""
-        if metrics:
-            shown = ({} if record["loss"] is None else {"loss": record["loss"]}) | metrics
-            numbers = ", ".join(f"{k} {v:.4g}" for k, v in shown.items())
-            self.roster.log(f"round {record['round']} of {self.total}: {numbers}", INFO)
 
 
 def _check(problem: Any, method: Any, study: Any, sites: int) -> None:

@@ -33,7 +33,6 @@ class Outcome(NamedTuple):
     values: Tensor
     """(rounds, seeds): the measure at every synchronised point."""
     rounds: int
-    iterations: int
     examples: int
     shared: Fields
     reach: float
@@ -64,7 +63,7 @@ def run(
             values.append(watch(state.shared))
             if state.round % 4 == 0:
                 reach = max(reach, float(state.shared[algorithm.point].norm(dim=-1).max()))
-    return Outcome(torch.stack(values), state.round, state.t, state.examples, state.shared, reach)
+    return Outcome(torch.stack(values), state.round, state.examples, state.shared, reach)
 
 
 class Batched(Local):

@@ -10,15 +10,8 @@ import numpy as np
 
 from nestfed.report.drawing import pyplot, save
 from nestfed.report.plot import COLOURS
+from nestfed_papers.complexity import TITLES
 
-TITLES = {
-    "fcsg": "FCSG",
-    "fcsg-m": "FCSG-M",
-    "acc-fcsg-m": "Acc-FCSG-M",
-    "local-scgdm": "Local-SCGDM",
-    "fmgda": "FMGDA",
-    "fafed": "FAFED",
-}
 COLOUR = dict(zip(TITLES, COLOURS))
 WITHIN = 0.05
 """A slope within 5 % of the theory's, or whose interval contains it, counts as equal."""

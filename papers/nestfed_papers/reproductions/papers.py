@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from nestfed_papers.complexity import TITLES
 from nestfed_papers.reproductions import claims, figures
 from nestfed_papers.reproductions.base import Budget, Case, Claim, Reproduction
 
@@ -591,14 +592,6 @@ def _institutions(name: str, title: str, data: str, higher: float) -> Reproducti
     )  # fmt: skip
 
 
-COMPLEXITY_OF = {
-    "fcsg": "FCSG",
-    "fcsg-m": "FCSG-M",
-    "acc-fcsg-m": "Acc-FCSG-M",
-    "local-scgdm": "Local-SCGDM",
-    "fmgda": "FMGDA",
-    "fafed": "FAFED",
-}
 RATES = (
     "Steps and weights depend on T as in each theorem, up to constants chosen at T = 1024. The theory of FMGDA and FAFED is given "
     "without its logarithm. Two rules of that choice were made after a first measurement, which had steeper slopes for FAFED and "
@@ -620,7 +613,7 @@ BEYOND = [
         claims=[
             *(
                 Claim(f"{title}: {cost} to reach ε grow no faster than the theory says", claims.rate(method, cost))
-                for method, title in COMPLEXITY_OF.items()
+                for method, title in TITLES.items()
                 for cost in ("rounds", "examples")
             ),
             Claim("Linear speed-up in the number of clients", claims.speeds_up),

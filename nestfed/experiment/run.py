@@ -83,6 +83,9 @@ def run(
     - `until`: pause after this round; 0 = run to the end.
     - `tuning`: do not evaluate on the test data.
     """
+    from nestfed.experiment.build import method
+
+    method(experiment)  # reject a wrong method first: its directory may be that of a comparison
     fresh = not out.exists()
     if leads():
         claim(out, experiment)

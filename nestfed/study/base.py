@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
@@ -217,7 +218,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
             raise NestfedError(
                 f"{place} contains no saved estimator: {Path(error.filename).name} is missing."
             ) from error
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, SafetensorError) as error:
             raise NestfedError(f"The saved estimator in {place} cannot be read: {error}.") from error
         if saved.get("format") != FORMAT:
             raise NestfedError(f"{place} was written by another version of nestfed ({saved.get('nestfed')}).")

@@ -386,6 +386,12 @@ def test_saved_and_loaded(kind: Any, tmp_path: Path) -> None:
         FederatedMAML.load(tmp_path / "m")
     with pytest.raises(NestfedError, match=r"estimator\.json is missing"):
         kind.load(tmp_path)
+    for name in ("model.safetensors", "estimator.json"):
+        whole = (tmp_path / "m" / name).read_bytes()
+        (tmp_path / "m" / name).write_bytes(whole[:100])
+        with pytest.raises(NestfedError, match="cannot be read"):
+            kind.load(tmp_path / "m")
+        (tmp_path / "m" / name).write_bytes(whole)
 
 
 def test_a_module_of_ones_own_is_given_again(tmp_path: Path) -> None:

@@ -245,7 +245,9 @@ import nestfed
 from nestfed.algorithms import FedAvg
 from nestfed_papers.toys import Quadratic
 toy = Quadratic(3, 2)
-assert len(nestfed.simulate(toy.problem, FedAvg(0.1), toy.clients, rounds=2, q=2, reduce="median").history) == 2
+exchange = nestfed.Exchange(reduce="median")
+result = nestfed.simulate(toy.problem, FedAvg(0.1), toy.clients, rounds=2, q=2, exchange=exchange)
+assert len(result.history) == 2
 """
 
 

@@ -61,7 +61,7 @@ def make_directory(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise NestfedError(f"Cannot make the directory {path}: {error.strerror}.") from error
+        raise NestfedError(f"Cannot create the directory {path}: {error.strerror}.") from error
     return path
 
 

@@ -26,7 +26,7 @@ for _module in (average, adaptive, conditional, compositional, minimax):
 
 
 def build(name: str, **hyper: Any) -> Algorithm[Any, Any]:
-    """Make a method from its name and hyper-parameters; those unknown or missing are named."""
+    """Make a method from its name and hyper-parameters; an error names unknown or missing ones."""
     method = METHODS[name]
     known = {f.name: f for f in dataclasses.fields(method)}  # type: ignore[arg-type]
     for key in hyper:

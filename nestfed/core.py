@@ -495,7 +495,7 @@ class Differentiable(Problem):
 
 
 class Composed(Differentiable):
-    """F(x) = f(E g(x)), an algorithm can track its inner value: `Compositional`.
+    """F(x) = f(E g(x)), with an inner value that an algorithm can track: `Compositional`.
 
     The inner value has one row per task in the batch; a plain compositional problem has one task.
     """

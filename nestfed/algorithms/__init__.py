@@ -27,7 +27,7 @@ for _module in (average, adaptive, conditional, compositional, minimax):
 
 
 def build(method: str | type[Algorithm[Any, Any]], **hyper: Any) -> Algorithm[Any, Any]:
-    """Make a method from its name or class and hyper-parameters; those unknown or missing are named."""
+    """Make a method from its name or class and hyper-parameters; an error names unknown or missing ones."""
     kind = METHODS[method] if isinstance(method, str) else method
     known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in hyper:

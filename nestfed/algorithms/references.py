@@ -191,5 +191,5 @@ def bibtex(name: str) -> str:
     if key not in known:
         raise unknown("method or objective", name, known)
     if not known[key].cites:
-        raise NestfedError(f"{key} names no paper to cite: its class has no `cites`.")
+        raise NestfedError(f"There is nothing to cite for {key}: its class sets no `cites`.")
     return "\n\n".join(known[key].cites)

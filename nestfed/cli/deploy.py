@@ -19,8 +19,12 @@ deploy_app = typer.Typer(help="Train across institutions with Flower.", no_args_
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to override, such as algorithm.alpha=0.1 run.rounds=50.")
 ]
+File = Annotated[str, typer.Argument(help="An experiment file, or a name from `nestfed list`.")]
 Sites = Annotated[int, typer.Option("--sites", help="Number of sites.")]
-Method = Annotated[str, typer.Option("--method", help="A method of the file or of the library.")]
+Method = Annotated[
+    str,
+    typer.Option("--method", help="A method of the file or of `nestfed list`.", show_default="the file's algorithm"),
+]
 
 
 def _chosen(file: str, overrides: list[str] | None, method: str, sites: int) -> Experiment:
@@ -40,9 +44,14 @@ def _chosen(file: str, overrides: list[str] | None, method: str, sites: int) -> 
 
 @deploy_app.command("init")
 def init_(
-    directory: Path,
+    directory: Annotated[Path, typer.Argument(help="The app's new directory.")],
     overrides: Overrides = None,
-    experiment: Annotated[str, typer.Option(help="An experiment file, or a name from `nestfed list`.")] = "demo",
+    experiment: Annotated[
+        str,
+        typer.Option(
+            help="An experiment file, or a name from `nestfed list`.", show_default="demo, 10 rounds of fcsg-m"
+        ),
+    ] = "demo",
     method: Method = "",
     sites: Sites = 3,
 ) -> None:
@@ -57,18 +66,22 @@ def init_(
 
 @deploy_app.command("local")
 def local_(
-    file: str,
+    file: File,
     overrides: Overrides = None,
     sites: Sites = 4,
     method: Method = "",
-    out: Annotated[Path | None, typer.Option("--out", help="Run directory.")] = None,
-    min_sites: Annotated[int, typer.Option(help="Valid answers that a round needs.", show_default="all")] = 0,
-    deadline: Annotated[float, typer.Option(help="Seconds per round.")] = 600.0,
-    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS and no keys; loopback only.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output directory.", show_default="runs/deployed-NAME-DIGEST")
+    ] = None,
+    min_sites: Annotated[int, typer.Option(help="Valid answers that a round needs.", show_default="all sites")] = 0,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which a round continues without the missing answers.")
+    ] = 600.0,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Use neither TLS nor keys.")] = False,
 ) -> None:
-    """Run an experiment with a SuperLink and SuperNodes on this machine, with TLS and authentication.
+    """Run an experiment with real Flower processes on this machine. Run it again to resume.
 
-    The run directory is the same as a simulation's. Run it again to resume.
+    Starts a SuperLink and SuperNodes on 127.0.0.1, with TLS and keys. Writes the same files as `nestfed run`.
     """
     from rich.console import Console
 
@@ -108,9 +121,10 @@ def supernode_(context: typer.Context) -> None:
 
 @deploy_app.command("certificates")
 def certificates_(
-    directory: Path,
+    directory: Annotated[Path, typer.Argument(help="Where to write the certificates.")],
     host: Annotated[
-        list[str] | None, typer.Option(help="Name or address of the coordinator; repeat for several.")
+        list[str] | None,
+        typer.Option(help="Name or address of the coordinator; repeat for several.", show_default=LOOPBACK),
     ] = None,
     days: Annotated[int, typer.Option(help="Days until the certificates expire.")] = 365,
 ) -> None:
@@ -122,7 +136,7 @@ def certificates_(
 
 
 @deploy_app.command("key")
-def key_(path: Path) -> None:
+def key_(path: Annotated[Path, typer.Argument(help="The file of the private key.")]) -> None:
     """Write a site's key pair: keep PATH secret, send PATH.pub to the coordinator."""
     from nestfed.cli.main import echo
 
@@ -131,8 +145,8 @@ def key_(path: Path) -> None:
 
 
 @deploy_app.command("digest")
-def digest_(file: str) -> None:
-    """Print the digest of an experiment. A site with this digest in its configuration rejects others."""
+def digest_(file: File) -> None:
+    """Print the digest of an experiment. A site with this digest in its configuration rejects any other."""
     from nestfed.cli.main import echo
     from nestfed.experiment.spec import read
 

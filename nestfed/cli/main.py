@@ -39,7 +39,11 @@ File = Annotated[str, typer.Argument(help="An experiment file, or a name from `n
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to override, such as algorithm.alpha=0.1 run.rounds=50.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Run directory.", show_default="runs/NAME-DIGEST")]
+DatasetName = Annotated[str, typer.Argument(help="A dataset from `nestfed data list`.")]
+
+
+def _out(default: str) -> Any:
+    return typer.Option("--out", help="Output directory.", show_default=default)
 
 
 def _tensorboard(wanted: bool) -> bool:
@@ -53,7 +57,11 @@ def _tensorboard(wanted: bool) -> bool:
 
 TensorBoard = Annotated[
     bool,
-    typer.Option("--tensorboard", callback=_tensorboard, help="Also write TensorBoard event files."),
+    typer.Option(
+        "--tensorboard",
+        callback=_tensorboard,
+        help="Also write TensorBoard event files (needs the package tensorboard).",
+    ),
 ]
 
 
@@ -131,8 +139,8 @@ def _sent(method: type[Algorithm[Any, Any]]) -> str:
 def run_(
     file: File,
     overrides: Overrides = None,
-    out: Out = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Print how long each part of a round takes.")] = False,
+    out: Annotated[Path | None, _out("runs/NAME-DIGEST")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Also print how long each part of a round takes.")] = False,
     tensorboard: TensorBoard = False,
 ) -> None:
     """Run an experiment. Run it again to resume."""
@@ -194,11 +202,11 @@ def compare_(
     overrides: Overrides = None,
     algorithms: Annotated[
         str,
-        typer.Option(help="Methods of the file or the library, separated by commas.", show_default="all of the file"),
+        typer.Option(help="Methods, separated by commas.", show_default="all of the file"),
     ] = "",
-    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per method.")] = 3,
     workers: Annotated[int, typer.Option(help="Number of parallel processes.", show_default="one per core")] = 0,
-    out: Out = None,
+    out: Annotated[Path | None, _out("runs/compare-NAME-DIGEST")] = None,
     tensorboard: TensorBoard = False,
 ) -> None:
     """Compare methods at equal rounds: tune each on validation data, then run it with every seed."""
@@ -215,11 +223,11 @@ def tune_(
     file: File,
     overrides: Overrides = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="A method of the file; repeat for several.", show_default="all")
+        list[str] | None, typer.Option(help="A method of the file; repeat for several.", show_default="all of the file")
     ] = None,
     trials: Annotated[int, typer.Option(help="Trials per method.", show_default="the whole grid")] = 0,
     workers: Annotated[int, typer.Option(help="Number of parallel processes.", show_default="one per core")] = 0,
-    out: Out = None,
+    out: Annotated[Path | None, _out("runs/tune-NAME-DIGEST")] = None,
     tensorboard: TensorBoard = False,
 ) -> None:
     """Tune methods on validation data. Run it again to resume."""
@@ -239,7 +247,7 @@ def tune_(
 
 
 @app.command()
-def demo(out: Out = None) -> None:
+def demo(out: Annotated[Path | None, _out("runs/demo-DIGEST")] = None) -> None:
     """Compare federated AUPRC training with FedAvg on handwritten digits, in about a minute."""
     from nestfed.experiment.spec import read
 
@@ -355,9 +363,9 @@ def _experiment(file: str, overrides: list[str] | None) -> Experiment:
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def theory(
-    method: str,
+    method: Annotated[str, typer.Argument(help="A method with a theorem, such as fcsg-m.")],
     constants: Annotated[
-        list[str] | None, typer.Argument(help="Constants, as --N 16 --T 10000 or N=16 T=10000.")
+        list[str] | None, typer.Argument(help="Constants of the theorem, as --N 16 --T 10000 or N=16 T=10000.")
     ] = None,
 ) -> None:
     """Print the step sizes, q and B from a method's theorem, with its conditions and bound."""
@@ -377,8 +385,8 @@ def theory(
 
 
 @app.command()
-def cite(name: str) -> None:
-    """Print the BibTeX entries for a method or an objective."""
+def cite(name: Annotated[str, typer.Argument(help="A method or a problem from `nestfed list`.")]) -> None:
+    """Print the BibTeX entries to cite for a method or a problem."""
     from nestfed.algorithms.references import bibtex
 
     sys.stdout.write(bibtex(name).strip() + "\n")
@@ -386,7 +394,7 @@ def cite(name: str) -> None:
 
 @data_app.command("list")
 def data_list() -> None:
-    """List datasets, and whether they are on this machine."""
+    """List datasets, their licences, and which are on this machine."""
     from nestfed.data import files, sources
 
     rows = []
@@ -404,15 +412,19 @@ def _download(source: Source) -> str:
     return size(sum(file.size for file in offered[0]))
 
 
-Folder = Annotated[Path | None, typer.Option(help="Directory of the files.")]
+Folder = Annotated[
+    Path | None, typer.Option(help="Directory of the files.", show_default="$NESTFED_DATA, else the cache")
+]
 
 
 @data_app.command("check")
 def data_check(
-    name: Annotated[str, typer.Argument(help="A dataset.", show_default="all on this machine")] = "",
+    name: Annotated[
+        str, typer.Argument(help="A dataset from `nestfed data list`.", show_default="all on this machine")
+    ] = "",
     folder: Folder = None,
 ) -> None:
-    """Verify files against their published checksums."""
+    """Verify dataset files against their published checksums."""
     from nestfed.data import sources
 
     names = [name] if name else [s.name for s in sources.names() if sources.where(s.name, folder)]
@@ -439,7 +451,7 @@ def data_check(
 
 
 @data_app.command("fetch")
-def data_fetch(name: str) -> None:
+def data_fetch(name: DatasetName) -> None:
     """Download a dataset to the cache. Run it again to resume an interrupted download."""
     from nestfed.data import files, sources
 

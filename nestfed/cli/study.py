@@ -13,15 +13,22 @@ import typer
 
 Files = Annotated[list[Path], typer.Argument(help="One table per site: .csv, .csv.gz or .parquet.")]
 Target = Annotated[str, typer.Option("--target", help="The column to predict.")]
-Objective = Annotated[str, typer.Option("--objective", help="auroc, auprc or accuracy.")]
+Objective = Annotated[str, typer.Option("--objective", help="Train for auroc, auprc or accuracy.")]
 Group = Annotated[
-    str, typer.Option("--group", help="A column, such as patient; rows with the same value are never split.")
+    str, typer.Option("--group", help="Never split rows with equal values in this column.", show_default="none")
 ]
-Drop = Annotated[list[str] | None, typer.Option("--drop", help="A column to leave out; repeat for several.")]
-Positive = Annotated[str, typer.Option("--positive", help="The target's positive value.")]
+Drop = Annotated[
+    list[str] | None, typer.Option("--drop", help="A column to leave out; repeat for several.", show_default="none")
+]
+Positive = Annotated[
+    str, typer.Option("--positive", help="The target's positive value.", show_default="last in sorted order")
+]
 Rounds = Annotated[int, typer.Option("--rounds", help="Communication rounds.")]
 Q = Annotated[int, typer.Option("--q", help="Local steps per round.")]
-Hidden = Annotated[list[int] | None, typer.Option("--hidden", help="Width of a hidden layer; repeat for several.")]
+Hidden = Annotated[
+    list[int] | None,
+    typer.Option("--hidden", help="Width of a hidden layer; repeat for several.", show_default="a linear model"),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the split, the initial model and the batches.")]
 
 
@@ -67,8 +74,8 @@ def train_command(
 
 def predict_command(
     model: Annotated[Path, typer.Argument(help="Output directory of `nestfed train`.")],
-    file: Annotated[Path, typer.Argument(help="A table with the same columns; the target is optional.")],
-    out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path("predictions.csv"),
+    file: Annotated[Path, typer.Argument(help="A table with the same columns; the target may be missing.")],
+    out: Annotated[Path, typer.Option("--out", help="Output file with the probabilities.")] = Path("predictions.csv"),
 ) -> None:
     """Predict probabilities for the rows of a table with a trained model."""
     from nestfed.study.predict import predict

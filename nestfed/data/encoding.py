@@ -228,7 +228,7 @@ def common_schema(sites: Mapping[str, Sums]) -> Schema:
         if {"text", "numbers"} <= by_kind.keys():
             raise NestfedError(
                 f"Column {name!r} holds text at {_inside(by_kind['text'])} but numbers at {_inside(by_kind['numbers'])}: "
-                "make them alike, or drop the column."
+                "use one kind at all sites, or drop the column."
             )
     numbers = {
         c.name for sums in sites.values() for c in sums.schema if c.categories is None and "text" not in kinds[c.name]

@@ -310,9 +310,7 @@ def _stratified(n: int, fraction: float, codes: Indices, rng: np.random.Generato
     _same_length("hold_out: labels", len(codes), n)
     total = _rounded(fraction * n)
     if not 0 < total < n:
-        raise NestfedError(
-            f"hold_out: fraction {fraction} of {n} rows leaves one side empty; use one nearer to a half."
-        )
+        raise NestfedError(f"hold_out: fraction {fraction} of {n} rows leaves one side empty; use one closer to 0.5.")
     wanted = np.bincount(codes) * fraction
     counts = np.floor(wanted + 1e-9).astype(np.int64)  # 0.3 * 10 is just below 3 in floating point
     behind = rng.permutation(len(counts))  # break ties between remainders at random

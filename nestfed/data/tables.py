@@ -98,7 +98,9 @@ def read_columns(path: Path) -> dict[str, Any]:
     if reader is None:
         raise NestfedError(f"{path} is not a table: expected a name that ends in {', '.join(readers)}.")
     if not path.is_file():
-        raise NestfedError(f"{path} is {'a folder' if path.is_dir() else 'not there'}: expected a file with a table.")
+        raise NestfedError(
+            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: expected a file with a table."
+        )
     if path.stat().st_size == 0:
         raise refuse(path, "is empty", "a table")
     return reader(path)

@@ -35,7 +35,7 @@ clientapp = "federated.client:app"
 
 [tool.flwr.app.config]
 sites = {sites}            # number of sites, numbered from 0
-min-sites = {least}        # valid answers that a round needs; otherwise it is repeated, at most three times
+min-sites = {least}        # valid answers that a round needs; with fewer, it is repeated, up to three attempts
 deadline = {deadline}     # seconds after which a round continues without the missing answers
 norm-limit = 0.0     # largest change accepted from one site in one round; 0.0 = no limit
 lost-state = "refuse" # a site that lost its private fields is left out; "restart" lets it start over

@@ -24,7 +24,7 @@ QI_2021 = """@inproceedings{qi2021stochastic,
   year      = {2021}
 }"""
 MARGIN = 0.5
-"""The default margin s, chosen by experiment (docs/choosing.md). The papers use 0.1."""
+"""The default margin s, chosen by experiment (papers/measurements/choosing.md). The papers use 0.1."""
 
 
 class AUPRC(Conditional):

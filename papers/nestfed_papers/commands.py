@@ -11,11 +11,11 @@ from nestfed.cli.main import TensorBoard, echo, show_table, status, write_events
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(help="A figure or table, such as fcsg-table2; see --list.")] = "",
+    name: Annotated[str, typer.Argument(help="A figure or table, such as fcsg-table2.", show_default="list them")] = "",
     budget: Annotated[
         str, typer.Option(help="quick (a short test), standard, or full (the paper's size).")
     ] = "standard",
-    seeds: Annotated[int, typer.Option(help="Number of seeds.", show_default="that of the budget")] = 0,
+    seeds: Annotated[int, typer.Option(help="Number of seeds.", show_default="set by the budget")] = 0,
     out: Annotated[Path, typer.Option("--out", help="Directory for all reproductions.")] = Path("runs/reproduce"),
     list_: Annotated[bool, typer.Option("--list", help="List the reproductions and what each needs.")] = False,
     tensorboard: TensorBoard = False,
@@ -43,7 +43,7 @@ def reproduce(
 
 def results(
     source: Annotated[Path, typer.Argument(help="Directory of the reproductions.")] = Path("runs/reproduce"),
-    records: Annotated[Path, typer.Option(help="Directory of the records.")] = Path("papers/records"),
+    records: Annotated[Path, typer.Option(help="Directory of the committed records.")] = Path("papers/records"),
     page: Annotated[Path, typer.Option(help="The page to write.")] = Path("papers/results.md"),
 ) -> None:
     """Collect the records of reproductions and write the results page and results.json from them."""

@@ -66,7 +66,7 @@ def cut(parts: Sequence[np.ndarray], words: Sequence[str], size: int) -> tuple[l
 
 
 def streams(tokens: Tensor, batch: int) -> Tensor:
-    """Cut a text into `batch` contiguous streams of equal length, side by side: (length, batch)."""
+    """Cut a text into `batch` contiguous streams of equal length: (length, batch)."""
     length = len(tokens) // batch
     return tokens[: length * batch].view(batch, length).t().contiguous()
 
@@ -174,7 +174,7 @@ class LanguageOptions(Generated):
     """Options of language: predict the next word of a text."""
 
     batch: int = 32
-    """Streams of a client that are read side by side."""
+    """Streams of a client that are read in parallel."""
     bptt: int = 35
     """Words in a window, through which gradients flow."""
     vocabulary: int = 0

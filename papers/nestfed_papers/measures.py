@@ -1,6 +1,6 @@
 """Measures of convergence: what the proofs bound, as functions for `simulate(measure=…)`.
 
-A measure maps the shared and private fields of a run to named numbers; `together` joins several. Each asks for the truth as a
+A measure maps the shared and private fields of a run to numbers; `together` combines several. Each takes the truth as a
 function: a toy's `true_grad`, or `Fixed` on a large fixed sample of the clients' data. The clients' drift is already a
 column of every record. At round 0 there is no estimate yet; its value is 0.
 """
@@ -39,7 +39,7 @@ def gradient_norm(gradient: Gradient, point: str = "x", name: str = "gradient_no
 
 
 def estimator_error(gradient: Gradient, estimator: str = "u", point: str = "x") -> Measure:
-    """‖ū − ∇F(x̄)‖², how wrong a method's gradient estimator is (u, m or d, by its name in the method).
+    """‖ū − ∇F(x̄)‖², the error of a method's gradient estimator (u, m or d, by its name in the method).
 
     A method that moves after it estimates shares the estimate for the point before, so the two are one step apart.
     """
@@ -51,7 +51,7 @@ def estimator_error(gradient: Gradient, estimator: str = "u", point: str = "x") 
 
 
 def inner_error(inner: Gradient, tracked: str = "u", point: str = "x") -> Measure:
-    """‖ū − g(x̄)‖², how wrong the tracked inner value is; `inner` maps x to the clients' mean g."""
+    """‖ū − g(x̄)‖², the error of the tracked inner value; `inner` maps x to the clients' mean g."""
 
     def measure(shared: Fields, private: Fields) -> dict[str, float]:
         return {"inner_error": float((_field(shared, tracked) - inner(shared[point])).square().sum())}
@@ -77,7 +77,7 @@ def fafed_progress(gradient: Gradient, rho: float) -> Measure:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The truth on a large fixed sample: `batches` batches of every client, which training (another seed) never saw.
+    """The truth on a large fixed sample: `batches` batches of every client, which training (with another seed) never sees.
 
     Each is of the size that the clients draw; the bias of a conditional estimator is O(1/m), so measure with clients
     whose m is large. The inner value of a compositional problem is averaged over all batches of a client before f sees
@@ -149,7 +149,7 @@ class Fixed:
         return torch.stack([torch.func.grad(lambda y, b=b: self.problem.loss(y, b))(x) for b in batches]).mean(0)
 
     def _tracked(self, x: Tensor, batches: Sequence[Data]) -> tuple[Tensor, Tensor, list[Any]]:
-        """Return one client's inner value of every task that it met, which tasks these are, and the pullbacks."""
+        """Return one client's inner value of every sampled task, the tasks' indices, and the pullbacks."""
         found = [(self.problem.which(b), *self.problem.inner(x, b)) for b in map(Batch, batches)]
         rows, values = torch.cat([r for r, _, _ in found]), torch.cat([v for _, v, _ in found])
         tasks, place, counts = rows.unique(return_inverse=True, return_counts=True)

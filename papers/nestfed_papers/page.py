@@ -180,10 +180,11 @@ def page(evidence: Evidence, place: Path, pages: Mapping[str, Page]) -> Page:
         drawn += [replace(figure, title=prefix + figure.title) for figure in one.figures]
         shown += [replace(image, title=prefix + image.title) for image in one.images]
     meta = evidence.meta
+    label, differences = departs(evidence)
     facts = {
         "reproduction": f"{evidence.name}, budget {evidence.budget}",
         "seeds": str(meta["seeds"]) if evidence.runs else "",
-        "differs from the paper": departs(evidence),
+        label.lower(): differences,
         "time": ", ".join(f"{d} {s / 60:.1f} minutes of rounds" for d, s in meta["seconds"].items()),
         "versions": meta["versions"],
         "machine": meta["machine"],

@@ -97,22 +97,22 @@ def markdown(found: dict[str, Evidence]) -> str:
     text = [
         "# Results",
         "",
-        "Written by `nestfed results` from the records in `papers/records`; do not edit. Every section shows what",
+        "`nestfed results` writes this page from the records in `papers/records`; do not edit it. Each section shows what",
         "`nestfed reproduce NAME` found at the stated budget. Each method is tuned on validation data with the number of trials in its",
-        "row, then run with every seed; values are mean ± standard deviation over seeds. Where the paper prints one setting instead of a",
+        "row, then run with every seed. Values are mean ± standard deviation over seeds. Where the paper gives one setting instead of a",
         "grid, that setting is used (0 trials). A diverged run counts with its last evaluated model.",
         "",
-        "- **Costs** are those of the first evaluation at which a seed reached the target, summed over all clients. Without a published",
-        "  value, the target is the worst final mean. *(2 of 3)* is the mean of the seeds that reached it; – means none did.",
-        "- **Verdicts**: a difference counts if the 95 % interval (Student's t) of the paired differences excludes 0. A claim that the seeds",
-        "  neither contradict nor support is *not confirmed (within the spread)*; what was not run is *not testable here*. Whether published",
-        "  values are reached, and which method is first at a number of evaluations, is judged by means. The training loss is that of the",
-        "  last three evaluated rounds; for meta-learners it is that of the last model after its inner step.",
+        "- **Costs** are those up to the first evaluation at which a seed reached the target, summed over all clients. Without a published",
+        "  value, the target is the worst final mean. *(2 of 3)* means that two of three seeds reached it; – means that none did.",
+        "- **Verdicts**: a difference is significant if the 95 % interval (Student's t) of the paired differences excludes 0. A claim",
+        "  that the seeds neither contradict nor support is *not confirmed (within the spread)*. A claim without runs is *not testable",
+        "  here*. Means decide whether published values are reached, and which method is first at an evaluation. The training loss is",
+        "  that of the last three evaluated rounds; for meta-learners it is that of the last model after its inner step.",
         "- **Tuned to**: *(largest)* and *(smallest)* mark a choice at the end of its grid.",
-        "- **Minutes** count rounds without evaluation, summed over all runs and trials. Each had one core, at times shared with other work:",
-        "  they show what a reproduction costs and do not compare methods.",
+        "- **Minutes** are those of rounds without evaluation, summed over all runs and trials. Each run had one core, at times shared with",
+        "  other work, so they show what a reproduction costs and do not compare methods.",
         "- **loss_k** is a meta-learner's mean squared error on unseen tasks after k inner steps, **r2_k** the share of the targets'",
-        "  mean square that it removes; **ap** is the average precision.",
+        "  mean square that it explains, and **ap** the average precision.",
         "",
         f"{len(outcomes)} statements (the papers' claims, and whether we reach their values) on {len(found)} figures and tables: {counts}."
         if outcomes
@@ -141,7 +141,8 @@ def _section(evidence: Evidence) -> list[str]:
         seeds = f"{meta['seeds']} " + ("test sets, all methods tuned on each" if split else "seeds")
         facts += [seeds, f"{minutes:.0f} minutes of rounds, tuning included"]
     facts.append(meta["machine"])
-    differs = f" Differs from the paper: {differences}" if (differences := departs(evidence)) else ""
+    label, differences = departs(evidence)
+    differs = f" {label}: {differences}" if differences else ""
     old = outdated(evidence)
     changed = f" **Settings have changed since: {', '.join(old)}.**" if old else ""
     text += [f"{'; '.join(facts)}.{differs}{changed}", ""]

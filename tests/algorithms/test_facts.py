@@ -51,7 +51,7 @@ def test_other_names_and_mistakes() -> None:
         bibtex("fedavgg")
     with pytest.raises(NestfedError, match="choose one of"):
         bibtex("qqqq")
-    with pytest.raises(NestfedError, match="classify names no paper"):
+    with pytest.raises(NestfedError, match="nothing to cite for classify"):
         bibtex("classify")
 
 

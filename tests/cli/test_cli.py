@@ -278,6 +278,6 @@ def test_help_tells_what_arguments_and_defaults_mean(here: Here, monkeypatch: py
     """typer and click, in versions that do not fit each other, leave the help of arguments out without a word."""
     monkeypatch.setenv("COLUMNS", "200")
     _, told, _ = here("reproduce", "--help")
-    assert "A figure or table, such as fcsg-table2; see --list." in told
-    assert "[default: (that of the budget)]" in told
+    assert "A figure or table, such as fcsg-table2." in told
+    assert "[default: (set by the budget)]" in told
     assert "An experiment file, or a name from `nestfed list`." in here("compare", "--help")[1]

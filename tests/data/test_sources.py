@@ -845,7 +845,7 @@ def test_tables_that_are_refused(tmp_path: Path, text: str, parts: tuple[str, ..
 
 def test_table_paths_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
-    for name, part in (("none.csv", "not there"), ("folder.csv", "a folder"), ("t.xlsx", ".parquet")):
+    for name, part in (("none.csv", "does not exist"), ("folder.csv", "a folder"), ("t.xlsx", ".parquet")):
         with pytest.raises(NestfedError) as error:
             load_table(tmp_path / name, "y")
         one_sentence(error, name, part)

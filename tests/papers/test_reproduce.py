@@ -159,9 +159,9 @@ def test_ahead() -> None:
     assert outcome(claims.ahead(["A"], ["y"], ["x", "z"]), made(CLEAR)) == REFUTED
     assert outcome(claims.ahead(["A"], ["x"], ["y"]), made(NEAR)) == UNDECIDED
     figures = claims.ahead(["A"], ["x"], ["y"])(made(NEAR)).figures
-    assert "ahead by" in figures
-    assert "within the spread" in figures
-    assert "behind by 0.1000 (to x)" in claims.ahead(["A"], ["y"], ["x", "z"])(made(CLEAR)).figures
+    assert "ahead of y by" in figures
+    assert "not significant" in figures
+    assert "behind x by 0.1000" in claims.ahead(["A"], ["y"], ["x", "z"])(made(CLEAR)).figures
     # Also those whose mean is not the best need a significant difference.
     wild = {"A": {"x": [0.90, 0.91, 0.92], "y": [0.850, 0.851, 0.852], "z": [0.60, 0.93, 1.0]}}
     assert outcome(claims.ahead(["A"], ["x"], ["y"]), made(wild)) == CONFIRMED
@@ -169,7 +169,7 @@ def test_ahead() -> None:
     assert outcome(claims.ahead(["A"], ["y"], ["x", "z"]), made(wild)) == REFUTED, "one clear defeat is enough"
     assert outcome(claims.ahead(["A"], ["x"], ["y", "z"], loss=True), made(CLEAR)) == CONFIRMED
     assert outcome(claims.ahead(["A"], ["z"], ["x"], loss=True), made(CLEAR)) == REFUTED
-    assert "(to x), clearly behind y too" in claims.ahead(["A"], ["z"], ["x", "y"])(made(CLEAR)).figures
+    assert ", also significantly behind y" in claims.ahead(["A"], ["z"], ["x", "y"])(made(CLEAR)).figures
 
 
 def test_ahead_in_another_metric() -> None:
@@ -233,7 +233,7 @@ def test_claims_on_a_metric_that_should_be_low() -> None:
 def test_settings_of_a_sweep() -> None:
     assert outcome(claims.best("A", "x"), made(CLEAR)) == CONFIRMED
     assert outcome(claims.best("A", "y"), made(CLEAR)) == REFUTED
-    assert "within" in claims.best("A", "y")(made(NEAR)).figures
+    assert "not significant" in claims.best("A", "y")(made(NEAR)).figures
     assert outcome(claims.best("A", "x"), made(NEAR)) == UNDECIDED, "it leads, but within the spread"
     assert outcome(claims.good("A", "y", 0.11), made(CLEAR)) == CONFIRMED
     assert outcome(claims.good("A", "y", 0.05), made(CLEAR)) == REFUTED
@@ -261,7 +261,7 @@ def test_throughout() -> None:
     beaten = found((0.1, 0.5, 0.6, 0.7), (0.2, 0.4, 0.65, 0.6))
     assert outcome(check, beaten) == REFUTED
     assert (
-        "first at 2 of 3 evaluations, clearly behind another at 1" in check(beaten).figures
+        "first at 2 of 3 evaluations, significantly behind another at 1" in check(beaten).figures
     )  # the start does not count
     assert outcome(check, found((0.1, 0.5, 0.6, 0.7), (0.2, 0.4, 0.65, 0.6), noise=0.1)) == UNDECIDED
     assert outcome(check, found((0.1, 0.5, 0.6, 0.7), (0.2, 0.4, 0.5, 0.6))) == CONFIRMED

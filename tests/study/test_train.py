@@ -260,7 +260,7 @@ def test_mistakes_in_files(files: list[Path], tmp_path: Path, change: Any, optio
 
 
 def test_mistakes_in_the_call(files: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(NestfedError, match=r"nowhere\.csv is not there"):
+    with pytest.raises(NestfedError, match=r"nowhere\.csv does not exist"):
         read_sites([*files, tmp_path / "nowhere.csv"], "malignant")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(NestfedError, match="is not a table: expected a name"):

@@ -1,12 +1,12 @@
-"""Measure the theorems' claims with `nestfed_papers.complexity`, and write them up.
+"""Measure the theorems' claims with `nestfed_papers.complexity`.
 
-    python papers/measurements/complexity/measure.py            all, about ten minutes on one core
-    python papers/measurements/complexity/measure.py --quick    a look, less than a minute
+    python papers/measurements/complexity/measure.py            everything, about ten minutes on one core
+    python papers/measurements/complexity/measure.py --quick    a short test, less than a minute
     python papers/measurements/complexity/measure.py --only M   tune and measure one method again (not its bound)
-    python papers/measurements/complexity/measure.py --draw     pictures and table again from results.json
+    python papers/measurements/complexity/measure.py --draw     write figures and README.md again from results.json
 
-Writes results.json, four pictures and README.md beside itself (with --quick into runs/complexity-quick). The same
-measurements as a reproduction that goes on when interrupted: nestfed reproduce complexity.
+Writes results.json, four figures and README.md next to this file (with --quick to runs/complexity-quick).
+`nestfed reproduce complexity` makes the same measurements and can be resumed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ HERE = Path(__file__).resolve().parent
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--quick", action="store_true", help="a look: few seeds, short runs")
-    words.add_argument("--only", choices=tuple(SUBJECTS), default="", help="tuning, costs and speed-up of one method")
-    words.add_argument("--draw", action="store_true", help="only draw results.json again")
+    words.add_argument("--quick", action="store_true", help="a short test: few seeds, short runs")
+    words.add_argument("--only", choices=tuple(SUBJECTS), default="", help="tune and measure one method only")
+    words.add_argument(
+        "--draw", action="store_true", help="measure nothing; write figures and README.md from results.json"
+    )
     asked = words.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The estimators with their defaults on real data: other test sets, clients, starts and batches for each of five seeds.
+"""The estimators with their defaults on real data; each of five seeds has its own test set, clients, start and batches.
 
     python papers/measurements/estimators/measure.py
 

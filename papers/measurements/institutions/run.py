@@ -1,6 +1,6 @@
-"""AUROC and AP across real hospitals: every method is tuned and trained anew on each of several test sets.
+"""AUROC and AP across real hospitals: every method is tuned and trained on each of several test sets.
 
-Beside the metrics on all test rows together: the mean over sites of their own, which compare no two sites' patients.
+Also reports the mean over sites of their own metrics, which do not compare patients of different sites.
 
 python papers/measurements/institutions/run.py heart-disease --splits 5 --out runs/institutions
 """

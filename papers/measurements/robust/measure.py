@@ -1,4 +1,4 @@
-"""Hostile and broken clients: how far FCSG-M and FMGDA get with the mean and with robust reductions in its place.
+"""Hostile and broken clients: FCSG-M and FMGDA with the mean and with robust reductions.
 
 Twenty clients hold handwritten digits (5 to 9 are the positives). A seeded share of them sends, in every round,
 
@@ -41,7 +41,7 @@ ATTACKS = ("scaled", "flipped", "stale", "nan")
 
 @dataclass(frozen=True)
 class Marked(Clients):
-    """Clients whose batches say whether their client is a bad one."""
+    """Clients whose batches mark bad clients."""
 
     held: Any
     bad: frozenset[int]
@@ -61,7 +61,7 @@ class Marked(Clients):
 
 
 class Hostile(Algorithm[Any, Any]):
-    """An algorithm whose bad clients work honestly and then send something else; an attack is no option of users."""
+    """An algorithm whose bad clients train honestly and then send something else. Users have no such option."""
 
     def __init__(self, inner: Any, attack: str, first: int) -> None:
         self.inner, self.attack, self.first = inner, attack, first
@@ -137,7 +137,7 @@ def study(method: str) -> tuple[Any, Any, Any, str, Any]:
 
 
 def curve(method: str, attack: str, share: float, reduce: str, rounds: int, seed: int = 0) -> list[float] | str:
-    """Return the metric round by round, or the sentence with which the run stopped."""
+    """Return the metric of every round, or the error that stopped the run."""
     problem, algorithm, clients, metric, judge = study(method)
     bad = np.random.default_rng(seed).permutation(CLIENTS)[: round(share * CLIENTS)]
     marked = Marked(clients, frozenset(map(int, bad)))
@@ -155,7 +155,7 @@ def curve(method: str, attack: str, share: float, reduce: str, rounds: int, seed
 
 
 def measure(rounds: int, path: Path) -> dict[str, Any]:
-    """Return all curves; those that an earlier call has measured are in the file."""
+    """Return all curves; skip those that the file already has."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for method, reduce, attack, share in itertools.product(("fcsg-m", "fmgda"), REDUCTIONS, ATTACKS, SHARES):
         key = f"{method} {attack} {share:g} {reduce}"

@@ -195,9 +195,8 @@ def _passed_over(results: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     return [
-        "Two rules of that choice (a trial whose momentum weight would be cut off at 1 does not count; a near tie goes to "
-        "the smaller step) were made *after* a first measurement without them, whose slopes were steeper. What they passed "
-        "over:",
+        "Two rules of that choice (skip a trial whose momentum weight would be cut off at 1; on a near tie take the smaller "
+        "step) were added *after* a first measurement without them, whose slopes were steeper. They skipped these trials:",
         "",
         *rows,
     ]
@@ -207,9 +206,8 @@ def _under(found: dict[str, Any]) -> str:
     ratios = [r["measured"] / r["bound"] for one in found.values() for r in one["rows"]]
     word = "Every run stays under its bound" if max(ratios) <= 1 else "**Not every run stays under its bound**"
     return (
-        f"{word}: measured/bound lies between {min(ratios):.2g} and {max(ratios):.2g}. The prescribed steps are so small "
-        "that over these T the runs are still close to their start, and the constants are worst cases multiplied with "
-        "one another."
+        f"{word}: measured/bound is between {min(ratios):.2g} and {max(ratios):.2g}. The prescribed steps are so small that over "
+        "these T the runs stay close to their start, and the constants are products of worst cases."
     )
 
 
@@ -217,28 +215,27 @@ def readme(results: dict[str, Any]) -> str:
     """Return the page."""
     plan, tuned = results["plan"], results["tuned"]
     lines = [
-        "# The complexity claims, measured",
+        "# Complexity claims, measured",
         "",
-        "Written by `measure.py` from `results.json`; do not edit. `make complexity` runs everything again "
-        f"({results['processor_seconds'] / 60:.0f} minutes of one core for these results), "
-        "`python papers/measurements/complexity/measure.py --quick` gives a look in a minute.",
+        "`measure.py` writes this page from `results.json`; do not edit it. `make complexity` repeats the measurement "
+        f"({results['processor_seconds'] / 60:.0f} minutes of one core for these results); "
+        "`python papers/measurements/complexity/measure.py --quick` is a short test of a minute.",
         "",
-        "The problems (`nestfed_papers/complexity/settings.py`) are nonconvex, noisy and small, so that ∇F and all constants are known. ε is the "
-        "root of the mean of ‖∇F(x̄)‖² over all synchronised points of a run and over "
-        f"{plan['seeds']} seeds; the theorems bound the mean over all iterations, of which these are every q-th. Intervals are 95 %, by resampling the "
-        "seeds. The runs use the library's own methods and rounds, many seeds at once; every start compares them with "
-        "`simulate` (equal to 1e-10).",
+        "The problems (`nestfed_papers/complexity/settings.py`) are nonconvex, noisy and small, so ∇F and all constants are "
+        "known. ε is the root of the mean of ‖∇F(x̄)‖² over all synchronised points of a run and over "
+        f"{plan['seeds']} seeds; the theorems bound the mean over all iterations, of which these are every q-th. Intervals are "
+        "95 %, by resampling the seeds. The runs use the library's own methods and rounds, many seeds at once; each measurement "
+        "first compares them with `simulate` (equal to 1e-10).",
         "",
         "## Rounds and examples to reach ε",
         "",
         "![rates](rates.png)",
         "",
         f"N = 4 different clients, one example per iteration, T from {plan['Ts'][0]} to {plan['Ts'][-1]}; q, m, B, step "
-        "sizes and weights follow T as each theorem says, up to two constants per method (one for the step sizes, one for "
-        f"the momentum weights) that were chosen once, at T = {plan['tuning']}, from 15 trials for every method: of those within "
-        "2 % of the best, the one with the smallest step. "
-        f"Slopes are fitted over T ≥ {plan['fit_from']}, and once more over the four largest T (*at the end*). The theory's "
-        "exponents are upper bounds; those of FMGDA and FAFED leave out a logarithm.",
+        "sizes and weights depend on T as in each theorem, up to two constants per method (one for the step sizes, one for "
+        f"the momentum weights). They were chosen once, at T = {plan['tuning']}, from 15 trials per method: of those within 2 % "
+        f"of the best, the one with the smallest step. Slopes are fitted over T ≥ {plan['fit_from']}, and again over the four "
+        "largest T (*at the end*). The theory's exponents are upper bounds; those of FMGDA and FAFED omit a logarithm.",
         "",
         "| method | constants (step, weight) | rounds: measured | theory | | examples: measured | theory | | ε at the largest T |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -256,25 +253,28 @@ def readme(results: dict[str, Any]) -> str:
     lines += ["", *_passed_over(results)]
     lines += [
         "",
-        f"What limits each, from trials at T = {plan['trial']} (what ε would be with less of one error, all else equal):",
+        f"What limits each method, from trials at T = {plan['trial']} that reduce one source of error and keep all else:",
         "",
         *(f"- {TITLES[name]}: {limit(one['limits'])}." for name, one in results["rates"].items()),
         "",
-        "How to read the slopes. The schedules are made for the worst case: a step size that falls with T keeps the mean "
-        "over a whole run at the theorem's rate even where a better-suited step would be faster, so *at the bound* says "
-        "that the schedule does what the theorem promises, not that the problem is as hard as the theorem allows. *Above the "
-        "bound* is no violation of a theorem: it says that over this range of T the error falls more slowly than the rate "
-        "for T → ∞. The tuned steps are many times larger than the theorems' conditions allow (runs that keep them are in "
-        "the last section, all under their bounds), and FMGDA's ĉ and c are equal, as in its experiments. The "
-        "examples of FCSG's family include m inner ones each: m = ε⁻² is prescribed because only a squared bias of O(1/m) "
-        "is assumed, while the bias itself is O(1/m) here (below), so a smaller m would do.",
+        "How to read the slopes:",
+        "",
+        "- The schedules are made for the worst case: a step size that falls with T keeps the mean over a run at the theorem's "
+        "rate even where a larger step would be faster. So *at the bound* means that the schedule does what the theorem "
+        "promises, not that the problem is as hard as the theorem allows.",
+        "- *Above the bound* does not violate a theorem. It means that over this range of T the error falls more slowly than the "
+        "rate for T → ∞.",
+        "- The tuned steps are many times larger than the theorems' conditions allow. Runs that satisfy the conditions are in the "
+        "last section, all under their bounds. FMGDA's ĉ and c are equal, as in its experiments.",
+        "- The examples of FCSG's family include m inner ones each. m = ε⁻² is prescribed because the theorem assumes only a "
+        "squared bias of O(1/m). Here the bias itself is O(1/m) (below), so a smaller m would suffice.",
         "",
         "## Linear speed-up in the number of clients",
         "",
         "![speed-up](speedup.png)",
         "",
-        "All clients alike (so that F does not change with N), constants as above. Iterations and rounds until ε is as "
-        "small as one client reaches it alone, by lines through four lengths T for each N. *Linear* means within 0.1 of −1.",
+        "All clients have the same data, so that F does not change with N; constants as above. Iterations and rounds until ε is "
+        "as small as one client reaches alone, from lines through four lengths T for each N. *Linear* means within 0.1 of −1.",
         "",
         "| method | target ε | iterations ∝ N^ | theory | | where q ≥ 1 is prescribed | rounds ∝ N^ | theory |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -293,9 +293,9 @@ def readme(results: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "The theory's number of rounds does not depend on N because q falls as N grows; once q has come down to 1 a round "
-        "is an iteration, and more clients save rounds too. From there on (T < N² for FMGDA and FAFED, T < N³ for FCSG) the "
-        "theorems promise no speed-up: the prescribed q would be below 1.",
+        "In theory the number of rounds does not depend on N, because q falls as N grows. Once q is 1, a round is an iteration, "
+        "and more clients save rounds too. Beyond that (T < N² for FMGDA and FAFED, T < N³ for FCSG) the theorems promise no "
+        "speed-up: the prescribed q would be below 1.",
         "",
         "## Bias of the conditional estimator",
         "",
@@ -311,7 +311,7 @@ def readme(results: dict[str, Any]) -> str:
         "",
         "![bounds](bounds.png)",
         "",
-        "The prescriptions as they are, nothing tuned, with the true constants of each problem (suprema bounded by hand).",
+        "The theorems' own settings, nothing tuned, with the true constants of each problem (suprema bounded by hand).",
         "",
         "| method | measure | measured at the largest T | bound | ratio | largest term | conditions that do not hold |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -317,6 +317,8 @@ class Reproduction:
     """Further metrics for the table."""
     losses: bool = False
     """The training loss is comparable between methods, and the paper plots it."""
+    ours: bool = False
+    """Not from a paper."""
 
     def at(self, budget: str, seeds: int = 0) -> Budget:
         """Return a budget, with another number of seeds if one is given."""

@@ -56,18 +56,19 @@ def clear(difference: Estimate) -> bool:
     return difference.low > 0 or difference.high < 0
 
 
-def _difference(difference: Estimate, words: tuple[str, str] = ("ahead", "behind")) -> str:
-    text = f"{words[difference.value < 0]} by {abs(difference.value):.4f}"
-    return text if clear(difference) else f"{text}, within the spread: {difference.low:+.4f} to {difference.high:+.4f}"
+def _difference(difference: Estimate, other: str) -> str:
+    text = f"{'behind' if difference.value < 0 else 'ahead of'} {other} by {abs(difference.value):.4f}"
+    interval = f"95 % interval {difference.low:+.4f} to {difference.high:+.4f}"
+    return text if clear(difference) else f"{text} (not significant: {interval})"
 
 
 def _against(gaps: Mapping[str, Estimate]) -> str:
-    """Compare a method with its nearest rival, the ones clearly ahead, and the ones without a significant difference."""
+    """Compare a method with its nearest rival, those significantly ahead, and those without a significant difference."""
     near = min(gaps, key=lambda m: gaps[m].value)
     lost = [m for m, g in gaps.items() if m != near and g.high < 0]
     also = [m for m, g in gaps.items() if m != near and not clear(g)]
-    text = f"{_difference(gaps[near])} (to {near})"
-    text += f", clearly behind {_names(lost)} too" if lost else ""
+    text = _difference(gaps[near], near)
+    text += f", also significantly behind {_names(lost)}" if lost else ""
     return text + (f", no significant difference from {_names(also)}" if also else "")
 
 
@@ -140,7 +141,7 @@ def order(data: str, published: Mapping[str, float]) -> Check:
         close = [f"{a} and {b}" for (a, b), g in gaps.items() if not clear(g)]
         text = f"{data}: {listed}; published order {printed}."
         if turned:
-            return Verdict(REFUTED, f"{text} Clearly reversed: {_names(turned)}.")
+            return Verdict(REFUTED, f"{text} Significantly reversed: {_names(turned)}.")
         if close:
             return Verdict(UNDECIDED, f"{text} Differences not significant: {_names(close)}.")
         return Verdict(CONFIRMED, text)
@@ -159,7 +160,7 @@ def reaches(data: str, published: Mapping[str, float]) -> Check:
         short = {m: sum(not metric.reached(v, published[m]) for v in finals[m]) for m in published}
         some = _names([f"{n} of {len(finals[m])} of {m}" for m, n in short.items() if n and reached[m]])
         where = "below" if metric.higher else "above"
-        text = f"{data}, difference in brackets: {listed}." + (f" Single seeds {where}: {some}." if some else "")
+        text = f"{data}, with the difference in brackets: {listed}." + (f" Seeds {where}: {some}." if some else "")
         return _verdict(all(reached.values()), text)
 
     return check
@@ -168,7 +169,7 @@ def reaches(data: str, published: Mapping[str, float]) -> Check:
 def leads_throughout(data: Sequence[str], method: str, *, loss: bool = False) -> Check:
     """Judge that a method is first at nine of ten evaluations after the start.
 
-    It is refuted if others are clearly ahead at more than a tenth of them.
+    It is refuted if others are significantly ahead at more than a tenth of them.
     """
 
     def check(evidence: Evidence) -> Verdict:
@@ -191,11 +192,11 @@ def leads_throughout(data: Sequence[str], method: str, *, loss: bool = False) ->
             holds = holds and len(first) >= 0.9 * len(common)
             beaten = beaten or len(behind) > 0.1 * len(common)
             parts.append(
-                f"{on}: first at {len(first)} of {len(common)} evaluations, clearly behind another at {len(behind)}"
+                f"{on}: first at {len(first)} of {len(common)} evaluations, significantly behind another at {len(behind)}"
             )
         what = ", in training loss" if loss else ""
         outcome = CONFIRMED if holds else REFUTED if beaten else UNDECIDED
-        return Verdict(outcome, f"{'; '.join(parts)} (throughout means first at nine of ten{what}).")
+        return Verdict(outcome, f"{'; '.join(parts)} (throughout means first at nine of ten evaluations{what}).")
 
     return check
 
@@ -235,9 +236,7 @@ def good(data: str, method: str, slack: float) -> Check:
         if top == method:
             return Verdict(CONFIRMED, f"{listed}.")
         behind = lead(metric, finals[top], finals[method])
-        text = (
-            f"{listed}; {method} is {_difference(behind, ('behind', 'ahead'))} (to {top}; good means within {slack:g})."
-        )
+        text = f"{listed}; {method} is {_difference(lead(metric, finals[method], finals[top]), top)}; good means within {slack:g}."
         if behind.value <= slack:
             return Verdict(CONFIRMED, text)
         return Verdict(REFUTED if clear(behind) else UNDECIDED, text)
@@ -262,7 +261,8 @@ def overfits(data: str, method: str, other: str) -> Check:
         fits, fails = lead(LOSS, train[method], train[other]), lead(evidence.metric(data), test[other], test[method])
         listed = "; ".join(f"{m}: training loss {plus_minus(train[m])}, unseen {plus_minus(test[m])}" for m in train)
         figures = (
-            f"{listed}; {method} is {_difference(fits)} in training, {other} {_difference(fails)} on unseen tasks."
+            f"{listed}; {method} is {_difference(fits, other)} in training, {other} is {_difference(fails, method)} on unseen "
+            "tasks."
         )
         return Verdict(_outcome((fits, fails)), figures)
 
@@ -292,8 +292,8 @@ def needs_larger_m(ratios: Sequence[float], ms: Sequence[int], methods: Sequence
             found.append(more)
             listed = _names([f"{fmean(v):+.4f} at ratio {ratio:g}" for ratio, v in zip(ratios, lost)])
             parts.append(
-                f"{method}: m = {ms[0]} instead of {ms[-1]} costs {listed}; from the first to the last ratio "
-                f"{more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
+                f"{method}: m = {ms[0]} instead of {ms[-1]} costs {listed}; increase from the first to the last "
+                f"ratio {more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
             )
         return Verdict(_outcome(found), "; ".join(parts) + ".")
 
@@ -301,15 +301,15 @@ def needs_larger_m(ratios: Sequence[float], ms: Sequence[int], methods: Sequence
 
 
 def alike(data: Sequence[str], first: str, second: str, slack: float) -> Check:
-    """Judge that two methods end alike: the whole interval of their difference is within the slack."""
+    """Judge that two methods perform alike: the whole interval of their difference is within the slack."""
 
     def check(evidence: Evidence) -> Verdict:
         gaps = {on: lead(evidence.metric(on), evidence.finals(on, first), evidence.finals(on, second)) for on in data}
-        listed = "; ".join(f"{on}: {first} is {_difference(g)}" for on, g in gaps.items())
+        listed = "; ".join(f"{on}: {first} is {_difference(g, second)}" for on, g in gaps.items())
         near = all(-slack <= g.low and g.high <= slack for g in gaps.values())
         far = any(g.low > slack or g.high < -slack for g in gaps.values())
         outcome = CONFIRMED if near else REFUTED if far else UNDECIDED
-        return Verdict(outcome, f"{listed} (alike means that the interval is within ±{slack:g}).")
+        return Verdict(outcome, f"{listed} (alike means an interval within ±{slack:g}).")
 
     return check
 
@@ -334,7 +334,7 @@ def steadier(data: Sequence[str], method: str, than: str) -> Check:
             f"{on}: {method} {fmean(a):.5f}, {than} {fmean(b):.5f}, difference [{gaps[on].low:+.5f}, {gaps[on].high:+.5f}]"
             for on, (a, b) in pairs.items()
         )
-        figures = f"Mean distance of an evaluation from its neighbours' mean, second half: {listed}."
+        figures = f"Mean distance of an evaluation from the mean of its neighbours, in the second half: {listed}."
         return Verdict(_outcome(gaps.values()), figures)
 
     return check

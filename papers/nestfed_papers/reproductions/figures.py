@@ -113,7 +113,7 @@ def theorem1(workshop: Workshop) -> dict[str, Any]:
     for colour, (name, path) in zip(COLOURS, paths.items()):
         panels[int(name.startswith("FAFED"))].plot(path, color=colour, label=name, linewidth=1.7)
     for panel, title in zip(
-        panels, ("naive local adaptivity goes away", "FAFED comes home unless η/ρ or α is large at q > 1")
+        panels, ("naive local adaptivity diverges", "FAFED converges unless q > 1 and η/ρ or α is large")
     ):
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("communication rounds")
@@ -208,9 +208,9 @@ def _vector(problem: Any, place: Path) -> torch.Tensor:
 def training_loss(experiment: Any, place: Path, tasks: int = 120) -> float | None:
     """Return a meta-learner's training objective at the final model of a run; None for other problems.
 
-    The loss in a record is taken where a method takes it. For those that track the inner function that is the tracked
-    value, not g(x), so that curves of different methods (or of one with another γ) could not be compared. Here all are
-    judged by f(g(x)), on the same tasks of every client: those of iterations that no run gets to.
+    The recorded loss is that at the point where a method evaluates f. For methods that track the inner function, this is
+    the tracked value, not g(x), so recorded losses of different methods (or values of γ) are not comparable. Here all use
+    f(g(x)), on the same tasks of every client: those of iterations that no run reaches.
     """
     from nestfed.experiment.build import assemble
     from nestfed.problems.maml import MAML

@@ -43,6 +43,8 @@ def outdated(evidence: Evidence) -> list[str]:
     return [data for data in evidence.data() if data not in runs or recorded.get(data) != str(runs[data])]
 
 
-def departs(evidence: Evidence) -> str:
-    """Return what differs from the paper: the current text, or the recorded one if settings have changed since."""
-    return evidence.meta["departs"] if outdated(evidence) else find(evidence.name).at(evidence.budget).departs
+def departs(evidence: Evidence) -> tuple[str, str]:
+    """Return a label and what differs from the paper: the current text, or the recorded one if settings have changed."""
+    found = find(evidence.name)
+    text = evidence.meta["departs"] if outdated(evidence) else found.at(evidence.budget).departs
+    return "Not from a paper" if found.ours else "Differs from the paper", text

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-# Tests of one room use the cases of another.
-sys.path += [str(p) for p in sorted(Path(__file__).parent.iterdir()) if p.is_dir()]
-
-torch.set_num_threads(1)
+# One thread per process: two workers are two processes, and more threads only wait for each other. This must be set
+# before torch and numpy are imported. Processes that tests start inherit it.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+pytest.register_assert_rewrite("tests.support")
 DATA, CACHE = os.environ.get("NESTFED_DATA"), os.environ.get("NESTFED_CACHE")
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of garbage collection, which otherwise looks at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data sets as they were found when the tests began, or a skip that says how to get them."""
+    """The datasets as they were found when the tests began, or a skip that says how to get them."""
     if not DATA:
-        pytest.skip("set NESTFED_DATA to a folder with the data sets, see README")
+        pytest.skip("set NESTFED_DATA to a folder with the datasets, see README")
     monkeypatch.setenv("NESTFED_DATA", DATA)
     if CACHE:
         monkeypatch.setenv("NESTFED_CACHE", CACHE)
@@ -28,5 +32,7 @@ def real(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
-    """Networks that a test makes without a seed start alike every time."""
+    """Start networks that a test makes without a seed alike every time."""
+    import torch  # here, because the process that hands out the tests needs none
+
     torch.manual_seed(0)

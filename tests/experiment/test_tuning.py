@@ -17,7 +17,6 @@ import pytest
 import torch
 from optuna.distributions import CategoricalDistribution
 from safetensors.torch import load_file
-from test_files import holder
 
 from nestfed.core import METRICS, OBJECTIVES, Metric, NestfedError
 from nestfed.engine.record import read as read_record
@@ -38,6 +37,7 @@ from nestfed.experiment.tune import (
 )
 from nestfed.metrics import find
 from nestfed.problems.invariant import InvariantOptions
+from tests.support import holder
 
 SMALL = {"run.rounds": 4, "run.q": 1, "evaluation.every": 1, "partition.clients": 2}
 

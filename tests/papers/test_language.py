@@ -12,7 +12,6 @@ import torch
 from nestfed_papers import language
 from nestfed_papers.language import Language, TextClients, word_loss
 from nestfed_papers.networks import WordLSTM
-from support import simulate
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from nestfed.algorithms import build
 from nestfed.core import Batch, NestfedError, Power, Tape
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
+from tests.support import simulate
 
 WORDS = 12
 

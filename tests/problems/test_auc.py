@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from support import simulate
 from torch import Tensor, nn
 
 from nestfed.algorithms import CODA, FCSGM, FMGDA, AccFCSGM, FedAvg
@@ -20,6 +19,7 @@ from nestfed.models import Mlp
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
 from nestfed.problems.classify import Classify
+from tests.support import simulate
 
 
 class Table(nn.Module):

@@ -12,7 +12,6 @@ from nestfed_papers import omniglot
 from nestfed_papers.networks import OmniglotNet
 from nestfed_papers.omniglot import Characters, Episodes, FewShotTest, OmniglotClients
 from nestfed_papers.sine import SineClients, SineTest, draw_fit
-from support import simulate
 from torch import Tensor, nn
 
 from nestfed.algorithms import build
@@ -22,6 +21,7 @@ from nestfed.experiment.spec import read as read_experiment
 from nestfed.models import build as network
 from nestfed.problems.base import Minimize
 from nestfed.problems.maml import MAML, squared_error
+from tests.support import simulate
 
 EAGER = pytest.mark.parametrize("eager", [True, False], ids=["autograd", "func"])
 VECTORISE = pytest.mark.parametrize("vectorise", [True, False], ids=["vectorised", "in-turn"])

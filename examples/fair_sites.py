@@ -1,12 +1,13 @@
 """Agnostic federated learning (Mohri et al. 2019): train for the worst mixture of hospitals, not their mean."""
 
 import argparse
+from functools import partial
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from nestfed import FederatedMinimax
+from nestfed import FederatedMinimax, LocalSGDA
 from nestfed.data.partition import hold_out
 from nestfed.data.sources import load
 from nestfed.problems import Simplex
@@ -38,7 +39,7 @@ def worst_mixture(model, w, batch):  # type: ignore[no-untyped-def]
 
 
 sites = {str(name): rows_of(train, name) for name in names}
-common = {"rounds": options.rounds, "q": 5, "algorithm": "local-sgda", "settings": {"eta_w": 0.05}}
+common = {"rounds": options.rounds, "q": 5, "method": partial(LocalSGDA, eta_w=0.05)}
 fair = FederatedMinimax(objective=worst_mixture, w0=[1 / len(names)] * len(names), dual_domain=Simplex(), **common)
 mean = FederatedMinimax(objective=lambda m, w, b: loss(m, b).mean(), w0=[0.0], **common)
 for label, est in (("mean of sites", mean), ("worst mixture", fair)):

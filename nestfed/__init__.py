@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         SCGD,
         STEM,
         AccFCSGM,
+        Alone,
         BSpiderBoost,
         CODAPlus,
         FedAdagrad,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "nestfed.algorithms": (
         "AccFCSGM",
+        "Alone",
         "BSGD",
         "BSpiderBoost",
         "CODA",
@@ -133,6 +135,7 @@ __all__ = [
     "SCGD",
     "STEM",
     "AccFCSGM",
+    "Alone",
     "BSpiderBoost",
     "Balanced",
     "CODAPlus",

@@ -565,6 +565,8 @@ class Algorithm(ABC, Generic[P, S]):
     """Defined for one client only."""
     point: ClassVar[str] = "x"
     """The shared field that holds the solution."""
+    talks: ClassVar[bool] = True
+    """Its clients exchange something; False only for training alone, which costs no bytes."""
 
     family: ClassVar[str] = "plain"
     """Where `nestfed list` shows it: plain, conditional, compositional or minimax."""

@@ -559,7 +559,7 @@ def check_modes(trial: Trial) -> None:
     """Vectorised clients, clients in a loop and clients in two processes give the same numbers."""
     points: list[Tensor] = []
 
-    def measure(shared: Fields) -> dict[str, float]:
+    def measure(shared: Fields, private: Fields) -> dict[str, float]:
         points.append(shared[trial.method.point].clone())
         return {}
 
@@ -615,7 +615,8 @@ def check_participation(trial: Trial) -> None:
         shared, private, answered = _explicit_rounds(trial, exchange)
         _close(dict(result.shared), shared, f"{name}: the engine's rounds and explicit rounds")
         _close(dict(result.private), private, f"{name}: private fields of the engine and of explicit rounds")
-        once, up = sum(v.numel() * v.element_size() for v in result.shared.values()), 0
+        once = sum(v.numel() * v.element_size() for v in result.shared.values()) if trial.method.talks else 0
+        up = 0
         for record, came in zip(result.history, answered, strict=True):
             up += came
             sent = (record["participants"], record["bytes_up"], record["bytes_down"])

@@ -229,7 +229,7 @@ def trace(problem: Any, algorithm: Any, clients: Any, **options: Any) -> tuple[A
     """Run, and return the result and after every round (iterations done, the shared fields)."""
     seen: list[dict[str, Tensor]] = []
 
-    def measure(shared: Any) -> dict[str, float]:
+    def measure(shared: Any, private: Any) -> dict[str, float]:
         seen.append({k: v.clone() for k, v in shared.items()})
         return {}
 

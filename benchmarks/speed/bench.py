@@ -127,7 +127,7 @@ def time_work(name: str, rounds: int) -> dict[str, Any]:
     def own() -> float:
         return sum(busy(p) for p in tree(os.getpid()) if p not in others)
 
-    def between(shared: Any) -> dict[str, float]:
+    def between(shared: Any, private: Any) -> dict[str, float]:
         """Record our round, then run one round of each of the others."""
         if mark["calls"]:
             cpu["ours"].append(own() - mark["ours"])
@@ -179,7 +179,7 @@ def start_up(name: str) -> dict[str, float]:
         "Execution, simulate; "
         "w = build(sys.argv[2]); simulate(w.problem, w.algorithm, w.clients, rounds=3, q=w.q, progress=False, "
         "exchange=Exchange(count=w.participation), execution=Execution(**w.options), "
-        "measure=lambda s: print('round', flush=True) or {})"
+        "measure=lambda s, p: print('round', flush=True) or {})"
     )
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", code, str(HERE), name], stdout=subprocess.PIPE, text=True)

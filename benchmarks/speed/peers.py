@@ -30,7 +30,7 @@ OURS = (
     "import sys, time; sys.path.insert(0, sys.argv[1]); from works import build; from nestfed import Exchange, "
     "simulate; "
     "w = build(sys.argv[2]); simulate(w.problem, w.algorithm, w.clients, rounds=int(sys.argv[3]), q=w.q, progress=False, "
-    "exchange=Exchange(count=w.participation), measure=lambda s: print('round', time.perf_counter(), flush=True) or {})"
+    "exchange=Exchange(count=w.participation), measure=lambda s, p: print('round', time.perf_counter(), flush=True) or {})"
 )
 
 

@@ -41,7 +41,7 @@ def clients_sweep() -> dict[str, Any]:
             problem = Classify(torch.nn.Linear(64, 10))
             marks: list[float] = []
 
-            def mark(shared: Any, marks: list[float] = marks) -> dict[str, float]:
+            def mark(shared: Any, private: Any, marks: list[float] = marks) -> dict[str, float]:
                 marks.append(busy())
                 return {}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from nestfed.algorithms import adaptive, average, compositional, conditional, minimax
 from nestfed.algorithms.adaptive import FAFED, STEM, FedAdagrad, FedAdam, FedAMS, FedYogi, NaiveAdaptive
+from nestfed.algorithms.alone import Alone
 from nestfed.algorithms.average import FedAvg, FedProx, Scaffold
 from nestfed.algorithms.compositional import SCGD, LocalBSGD, LocalMOML, LocalSCGD, LocalSCGDM, LocalSCGDMTasks
 from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, AccFCSGM, BSpiderBoost
@@ -14,7 +15,7 @@ from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, CODAPlus, LocalSGDA
 from nestfed.core import METHODS, Algorithm, NestfedError, unknown
 
 __all__ = [
-    "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "STEM", "AccFCSGM", "BSpiderBoost",
+    "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "STEM", "AccFCSGM", "Alone", "BSpiderBoost",
     "CODAPlus", "FedAMS", "FedAdagrad", "FedAdam", "FedAvg", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD",
     "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "build",
 ]  # fmt: skip
@@ -25,14 +26,14 @@ for _module in (average, adaptive, conditional, compositional, minimax):
             METHODS.add(_thing.name, _thing)
 
 
-def build(name: str, **hyper: Any) -> Algorithm[Any, Any]:
-    """Make a method from its name and hyper-parameters; those unknown or missing are named."""
-    method = METHODS[name]
-    known = {f.name: f for f in dataclasses.fields(method)}  # type: ignore[arg-type]
+def build(method: str | type[Algorithm[Any, Any]], **hyper: Any) -> Algorithm[Any, Any]:
+    """Make a method from its name or class and hyper-parameters; those unknown or missing are named."""
+    kind = METHODS[method] if isinstance(method, str) else method
+    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in hyper:
         if key not in known:
-            raise NestfedError(f"{name} has {', '.join(known)}. {unknown('hyper-parameter', key, known)}")
+            raise NestfedError(f"{kind.name} has {', '.join(known)}. {unknown('hyper-parameter', key, known)}")
     missing = [k for k, f in known.items() if f.default is dataclasses.MISSING and k not in hyper]
     if missing:
-        raise NestfedError(f"{name} needs {', '.join(missing)}.")
-    return method(**hyper)
+        raise NestfedError(f"{kind.name} needs {', '.join(missing)}.")
+    return kind(**hyper)

@@ -41,22 +41,23 @@ def train_command(
     ] = None,
 ) -> None:
     """Train a model across sites, compare it with FedAvg and local training, and write a report."""
-    from nestfed.study import export as handover
-    from nestfed.study import train
+    from nestfed.study import export
+    from nestfed.study.tables import read_sites
+    from nestfed.study.train import train
 
     with _warnings_in_one_line():
-        data = train.read_sites(files, target, group=group, drop=drop or (), positive=positive)
+        data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
         if len(data.classes) == 2:
             typer.echo(f"{len(data.sites)} sites; {target} = {data.classes[1]} is the positive class.")
-        outcome = train.train(
+        outcome = train(
             data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
         )
     place = out or Path("runs") / f"train-{target}"
-    written = handover.write(outcome, place, files)
-    columns, rows = handover.results(outcome)
+    written = export.write(outcome, place, files)
+    columns, rows = export.results(outcome)
     typer.echo()
     _table([columns, *([str(cell) for cell in row] for row in rows)])
-    typer.echo(f"\n{handover.headline(outcome)}")
+    typer.echo(f"\n{export.headline(outcome)}")
     for hint in outcome.estimator.hints_:
         typer.echo(hint)
     typer.echo()
@@ -70,9 +71,9 @@ def predict_command(
     out: Annotated[Path, typer.Option("--out", help="Output file.")] = Path("predictions.csv"),
 ) -> None:
     """Predict probabilities for the rows of a table with a trained model."""
-    from nestfed.study import train
+    from nestfed.study.predict import predict
 
-    rows = train.predict(model, file, out)
+    rows = predict(model, file, out)
     typer.echo(f"{rows} rows: {out}")
 
 
@@ -91,13 +92,15 @@ def lr_find_command(
 ) -> None:
     """Try step sizes in short runs and plot the validation metric against them."""
     from nestfed.report.drawing import drawable
-    from nestfed.study import lr_find, train
+    from nestfed.study.lr_find import lr_find
+    from nestfed.study.tables import read_sites
+    from nestfed.study.train import find_kind
 
-    kind = train.find_kind(objective)
+    kind = find_kind(objective)
     with _warnings_in_one_line():
-        data = train.read_sites(files, target, group=group, drop=drop or (), positive=positive)
+        data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
         estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)
-        found = lr_find.lr_find(estimator, data.sites)
+        found = lr_find(estimator, data.sites)
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])
     typer.echo(f"\nbest lr = {found.best:.3g}" + (f"; plot {found.draw(out)}" if drawable() else ""))
 

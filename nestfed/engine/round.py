@@ -286,7 +286,7 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
             loss = reply.loss / reply.weight
     elif order.tapped:
         state.kept["uniform"] = state.shared[method.point].clone()
-    up, down = rules.exchange.encoding.sizes(state.shared)
+    up, down = rules.exchange.encoding.sizes(state.shared) if method.talks else (0, 0)
     state.bytes_down += reply.downloads * down
     state.bytes_up += count * up
     state.advance(span.stop, reply.answered)

@@ -84,7 +84,7 @@ def simulate(
     seed: int = 0,
     x0: Tensor | None = None,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
-    measure: Callable[[Fields], Mapping[str, float]] | None = None,
+    measure: Callable[[Fields, Fields], Mapping[str, float]] | None = None,
     evaluation: Evaluation = Evaluation(),
     exchange: Exchange = Exchange(),
     execution: Execution = Execution(),
@@ -96,7 +96,7 @@ def simulate(
     - `clients`: anything with `len` and `sample(n, t)`; see `nestfed.core.Clients`.
     - `x0`: the starting point, if it is not the model's own parameters.
     - `evaluate`: gets the model in evaluation mode and returns named metrics.
-    - `measure`: gets the shared fields and returns named measures of convergence.
+    - `measure`: gets the shared fields and the private ones (a row per client) and returns named measures.
     - `evaluation`: how often to evaluate, and which point to return.
     - `exchange`: who takes part, and what crosses the network.
     - `execution`: how to run clients on this machine; results change by rounding only.
@@ -131,13 +131,14 @@ def simulate(
 
         def judge(state: RunState) -> Mapping[str, float]:
             found: dict[str, float] = {}
+            private = federation.private() if measure is not None else {}  # every rank takes part
             if not group.leads:
                 return found
             if evaluate is not None:
                 with torch.no_grad():
                     found |= {k: float(v) for k, v in evaluate(problem.bind(state.shared[method.point])).items()}
             if measure is not None:
-                found |= {k: float(v) for k, v in measure(state.shared).items()}
+                found |= {k: float(v) for k, v in measure(state.shared, private).items()}
             return found
 
         plan = Plan(rules, rounds, q, seed, evaluation, judge if evaluate or measure else None)

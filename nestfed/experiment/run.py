@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -15,14 +16,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from nestfed.algorithms import Alone
 from nestfed.core import DivergedError, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
+from nestfed.engine.run_directory import Interrupted
+from nestfed.engine.simulate import simulate
+from nestfed.experiment.build import Assembly, assemble
 from nestfed.experiment.spec import Experiment, from_tables, identity
 from nestfed.files import locked, write_atomically, write_model
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
+from nestfed.report.scores import curves_of
 
 TUNING_SEED = 1000
 """The first seed of tuning, so that no reported seed is used for tuning."""
@@ -97,8 +106,6 @@ def _run(
     until: int,
     tuning: bool,
 ) -> list[Record]:
-    from nestfed.experiment.build import assemble
-
     made = assemble(experiment)
     if tuning:
         made = replace(made, test=lambda model: {}, ranks=None)
@@ -108,9 +115,7 @@ def _run(
         write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
         if picture and drawable():
             plot.clients(made.summary, out / "clients.png")
-    if experiment.run.sites == "alone":
-        return _alone(experiment, made, out, until)
-    history = _simulate(experiment, made, made.clients, out, progress, until, profile)
+    history = _simulate(experiment, made, out, progress, until, profile)
     if leads():
         _finish(experiment, out, history)
     return history
@@ -118,28 +123,25 @@ def _run(
 
 def _simulate(
     experiment: Experiment,
-    made: Any,
-    clients: Any,
+    made: Assembly,
     out: Path,
     progress: bool | None,
     until: int,
-    profile: Callable[[Mapping[str, float]], None] | None = None,
+    profile: Callable[[Mapping[str, float]], None] | None,
 ) -> list[Record]:
-    import torch
-
-    from nestfed.engine.simulate import simulate
-
     spec, evaluation = experiment.run, experiment.evaluation
     if evaluation.keep == "best":
         evaluation = replace(evaluation, metric=f"val_{evaluation.metric or made.metric}")
+    alone = Alone(made.algorithm) if spec.sites == "alone" else None
     result = simulate(
         made.problem,
-        made.algorithm,
-        clients,
+        alone or made.algorithm,
+        made.clients,
         rounds=min(spec.rounds, until or spec.rounds),
         q=spec.q,
         seed=spec.seed,
-        evaluate=made.evaluate,
+        evaluate=None if alone else made.evaluate,
+        measure=(lambda shared, private: _mean_over_clients(made, alone.points(private))) if alone else None,
         evaluation=evaluation,
         exchange=experiment.exchange,
         execution=replace(experiment.execution, profile=profile is not None),
@@ -150,10 +152,12 @@ def _simulate(
         profile(result.profile)
     if not leads():
         return result.history
+    if alone:
+        for n, x in enumerate(alone.points(result.private)):
+            write_model(out / f"client-{n}.safetensors", made.problem.module(x), x)
+        return result.history
     write_model(out / "model.safetensors", result.model, result.x)
     if made.ranks is not None:
-        from nestfed.report.scores import curves_of
-
         with torch.no_grad():
             found = curves_of(*made.ranks(made.problem.bind(result.x)))
         if found:
@@ -161,27 +165,12 @@ def _simulate(
     return result.history
 
 
-def _alone(experiment: Experiment, made: Any, out: Path, until: int) -> list[Record]:
-    """Train each client alone; metrics are means over clients, costs are sums."""
-    histories = []
-    for n in range(len(made.clients)):
-        single = replace(made.clients, parts=[made.clients.parts[n]], names=[made.clients.label(n)])
-        histories.append(_simulate(experiment, made, single, out / f"client-{n}", False, until))
-    merged = []
-    for rows in zip(*histories):
-        record = dict(rows[0])
-        for key in record:
-            values = [r[key] for r in rows if r.get(key) is not None]
-            if key in ("examples", "seconds", "participants"):
-                record[key] = sum(values)
-            elif key in ("bytes_up", "bytes_down"):
-                record[key] = 0
-            elif key not in ("round", "iteration"):
-                record[key] = fmean(values) if values else None
-        merged.append(record)
-    write_atomically(out / "record.jsonl", "".join(json.dumps(r) + "\n" for r in merged).encode())
-    _finish(experiment, out, merged)
-    return merged
+def _mean_over_clients(made: Assembly, points: Tensor) -> dict[str, float]:
+    """Return the metrics of each client's own model, averaged over the clients where they are defined."""
+    with torch.no_grad():
+        each = [made.evaluate(made.problem.bind(x)) for x in points]
+    known = {k: [found[k] for found in each if not math.isnan(found[k])] for k in each[0]}
+    return {k: fmean(values) if values else math.nan for k, values in known.items()}
 
 
 def _finish(experiment: Experiment, out: Path, history: Sequence[Record]) -> None:
@@ -211,10 +200,6 @@ class Job:
 
 def _work(job: Job) -> NestfedError | None:
     """Run a job in a worker process; return an error that the user can fix."""
-    import torch
-
-    from nestfed.engine.run_directory import Interrupted
-
     torch.set_num_threads(1)
     try:
         run(from_tables(job.tables), job.out, progress=False, picture=job.picture, until=job.until, tuning=job.tuning)

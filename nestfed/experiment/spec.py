@@ -73,6 +73,10 @@ class Experiment:
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The tables as written, to override them and to record them."""
 
+    def __post_init__(self) -> None:
+        if self.run.sites == "alone" and self.evaluation.keep != "last":
+            raise NestfedError("run.sites = 'alone' keeps each client's last model: set evaluation.keep = 'last'.")
+
     @property
     def methods(self) -> dict[str, Mapping[str, Any]]:
         """The [methods.NAME] tables: changes to the rest of the file, and settings to `tune`."""

@@ -31,6 +31,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine.record import read as read_record
+from nestfed.experiment.build import assemble
 from nestfed.experiment.run import TUNING_SEED, Job, run_jobs
 from nestfed.experiment.spec import Experiment
 from nestfed.files import locked, write_atomically
@@ -305,8 +306,6 @@ def tune(
     - `workers`: parallel processes; None = one per core.
     - `tell`: called with progress messages.
     """
-    from nestfed.experiment.build import assemble
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if trials < 0:
         raise NestfedError(f"trials must be at least 0 (0 = the whole grid), not {trials}.")

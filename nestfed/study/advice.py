@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestfed import algorithms, theory
-from nestfed.core import Algorithm, Batch, NestfedError, Saddle, Schedule, as_clients
+from nestfed import theory
+from nestfed.core import Algorithm, Batch, NestfedError, Saddle, as_clients
 from nestfed.engine.round import Record
 from nestfed.metrics import find
 
@@ -47,14 +47,12 @@ class Choice:
     why: str
 
 
-def choose(objective: str, *, clients: int, rounds: int, participation: int | float | None = None) -> Choice:
-    """Choose a method by objective, participation and number of rounds.
+def choose(objective: str, *, rounds: int, partial: bool = False) -> Choice:
+    """Choose a method by objective, number of rounds and participation (`partial`: clients may skip rounds).
 
     Methods that send or keep more (momentum, control variates) are better only if all clients take part and there are
     enough rounds; docs/choosing.md has the evidence.
     """
-    share = 1.0 if participation is None else participation / clients if _count(participation) else participation
-    partial = clients > 1 and share < 1
     if objective == "auroc":
         if partial:
             return Choice("local-sgda", "it keeps no state at a site, so sites may skip rounds")
@@ -75,18 +73,6 @@ def choose(objective: str, *, clients: int, rounds: int, participation: int | fl
     if objective == "classify":
         return Choice("fedavg", "the objective is a plain average of losses")
     raise NestfedError(f"Unknown objective {objective!r}: choose auroc, auprc, classify, maml or minimax.")
-
-
-def _count(participation: int | float) -> bool:
-    return isinstance(participation, int) and not isinstance(participation, bool)
-
-
-def configure(
-    name: str, lr: Schedule | None, settings: Mapping[str, Any] | None, *, rounds: int, q: int
-) -> Algorithm[Any, Any]:
-    """Build a method from its name, one step size and further settings."""
-    usual = algorithms.METHODS[name].usual(lr, rounds=rounds, q=q)
-    return algorithms.build(name, **{**usual, **(settings or {})})
 
 
 # ---------------------------------------------------------------------------------------------------------

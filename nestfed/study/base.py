@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from nestfed import theory
+from nestfed.algorithms import METHODS
+from nestfed.algorithms import build as build_method
 from nestfed.core import Algorithm, DivergedError, NestfedError, __version__
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.engine.round import Record
@@ -57,12 +61,11 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
 
     # scikit-learn requires constructors that only store their arguments.
     module: Any
-    algorithm: Any
+    method: Any
     lr: Any
     rounds: int
     q: int
-    participation: Any
-    settings: Any
+    exchange: Exchange | None
     hidden: Any
     device: str
     random_state: Any
@@ -91,28 +94,51 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
             raise DataError(f"module(shape) must return an nn.Module, not {type(made).__name__}.")
         return made
 
+    def _asked(self, clients: int) -> tuple[type[Algorithm[Any, Any]], dict[str, Any], str]:
+        """Return the class of the method, the hyper-parameters that the user set, and the reason for the choice."""
+        if self.method == "auto":
+            exchange = self.exchange or Exchange()
+            partial = clients > 1 and (exchange.share < 1 or 0 < exchange.count < clients)
+            choice = advice.choose(self.kind, rounds=self.rounds, partial=partial)
+            return METHODS[choice.name], {}, choice.why
+        kind: Any = self.method
+        given: dict[str, Any] = {}
+        if isinstance(self.method, functools.partial):
+            kind = self.method.func
+            names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+            given = {**dict(zip(names, self.method.args)), **self.method.keywords}
+        if isinstance(kind, str):
+            return METHODS[kind], given, "you named it"
+        if isinstance(kind, type) and issubclass(kind, Algorithm):
+            return kind, given, "you named it"
+        raise DataError(
+            "method must be 'auto', a name from `nestfed list`, a class such as FMGDA, functools.partial(FMGDA, c=0.1) or "
+            f"an object such as FMGDA(c_hat=0.1, c=0.1), not {self.method!r}."
+        )
+
     def _method(self, problem: Any, clients: Any, seed: int, shrunk: float = 1.0) -> Algorithm[Any, Any]:
         """Return the method, and store the choice and its reason; `shrunk` divides the automatic step size."""
-        if isinstance(self.algorithm, Algorithm):
-            self.choice_ = advice.Choice(self.algorithm.name, "you passed it as an object")
-            return self.algorithm
-        N, T = len(clients), self.rounds * self.q
-        if self.algorithm == "auto":
-            self.choice_ = advice.choose(self.kind, clients=N, rounds=self.rounds, participation=self.participation)
-        else:
-            self.choice_ = advice.Choice(str(self.algorithm), "you named it")
-        name, settings, lr = self.choice_.name, dict(self.settings or {}), self.lr
+        lr = self.lr
+        if isinstance(self.method, Algorithm):
+            if lr is not None:
+                raise DataError(
+                    f"lr={lr!r} and method={self.method!r} both set the step size: leave lr out, or pass the class."
+                )
+            self.choice_ = advice.Choice(self.method.name, "you passed it as an object")
+            return self.method
         if isinstance(lr, str) and lr != "theory":
             raise DataError(f"lr must be a number, a function of the iteration, 'theory' or None, not {lr!r}.")
-        covered = name in theory.METHODS
-        given = isinstance(lr, int | float)
+        N, T = len(clients), self.rounds * self.q
+        kind, settings, why = self._asked(N)
+        self.choice_ = advice.Choice(kind.name, why)
+        covered, given = kind.name in theory.METHODS, isinstance(lr, int | float)
         L = advice.smoothness(problem, clients, seed) if lr is None or lr == "theory" or (given and covered) else 0.0
         if lr == "theory":
-            settings, lr = {**advice.prescribed(name, L, N=N, T=T).steps, **settings}, None
+            settings, lr = {**advice.prescribed(kind.name, L, N=N, T=T).steps, **settings}, None
         elif lr is None:
             lr = advice.STEP[self.kind] / max(L, 1e-6) / shrunk
         self.lr_ = lr
-        method = advice.configure(name, lr, settings, rounds=self.rounds, q=self.q)
+        method = build_method(kind, **{**kind.usual(lr, rounds=self.rounds, q=self.q), **settings})
         if given and covered:
             advice.check_theory(method, L, N=N, T=T, q=self.q)
         return method
@@ -128,25 +154,25 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         """Train, and check the result. Retry with a smaller step if an automatic step size diverges."""
         tried: list[Any] = []
         while True:
-            self.algorithm_ = self._method(problem, clients, seed, SHRINK ** len(tried))
+            self.method_ = self._method(problem, clients, seed, SHRINK ** len(tried))
             try:
                 result = simulate(
                     problem,
-                    self.algorithm_,
+                    self.method_,
                     clients,
                     rounds=self.rounds,
                     q=self.q,
                     seed=seed,
                     evaluate=evaluate,
                     evaluation=Evaluation(every=max(1, self.rounds // 20)),
-                    exchange=_exchange(self.participation),
+                    exchange=self.exchange or Exchange(),
                     execution=Execution(device=self.device),
                     progress=self.verbose,
                 )
                 reject_runaway(result.history)
                 break
             except DivergedError:
-                if self.lr is not None or isinstance(self.algorithm, Algorithm) or len(tried) == ATTEMPTS - 1:
+                if self.lr is not None or isinstance(self.method, Algorithm) or len(tried) == ATTEMPTS - 1:
                     raise
                 tried.append(self.lr_)
         self._result = result
@@ -174,7 +200,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
             "class": type(self).__name__,
             "own_module": self.module is None,
             "params": {k: v for k, v in self._plain_params().items() if k != "module"},
-            "choice": {"name": self.choice_.name, "why": self.choice_.why, "method": repr(self.algorithm_)},
+            "choice": {"name": self.choice_.name, "why": self.choice_.why, "method": repr(self.method_)},
             "fitted": self._fitted(),
         }
         (place / "estimator.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
@@ -232,13 +258,6 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
     def __sklearn_is_fitted__(self) -> bool:
         """Return whether `fit` was called, for scikit-learn."""
         return hasattr(self, "module_")
-
-
-def _exchange(participation: int | float | None) -> Exchange:
-    """Return the participation: a number of clients (int), a probability (float), or all (None)."""
-    if isinstance(participation, int):
-        return Exchange(count=participation)
-    return Exchange() if participation is None else Exchange(share=participation)
 
 
 def reject_runaway(history: Sequence[Record]) -> None:

@@ -134,7 +134,7 @@ def page(result: StudyResult, files: Sequence[Path]) -> Page:
         + (f" ({result.classes[-1]} is positive)" if len(result.classes) == 2 else ""),
         "rows": ", ".join(f"{v:,} {k}" for k, v in result.rows.items()),
         "split": f"per site, by groups of {result.grouped}" if result.grouped else "per site, stratified by class",
-        "method": repr(est.algorithm_),
+        "method": repr(est.method_),
         "reason": est.choice_.why,
         "time": f"{result.seconds:.0f} s on {platform.machine()}",
         "nestfed": f"{__version__}, torch {torch.__version__}",

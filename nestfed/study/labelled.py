@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from nestfed import models
 from nestfed.data.encoding import Schema, numbered
 from nestfed.data.partition import Summary
+from nestfed.engine.options import Exchange
 from nestfed.metrics import judge
 from nestfed.problems.auprc import AUPRCOptions
 from nestfed.problems.auroc import AUROCOptions
@@ -25,10 +26,11 @@ from nestfed.study import advice
 from nestfed.study.base import Federated, Scores
 from nestfed.study.sites import (
     DataError,
+    Encoded,
     InputEncoding,
     Site,
     as_table,
-    common_encoding,
+    class_indices,
     encoding_from_json,
     gather,
     inputs,
@@ -41,20 +43,20 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
     metric: ClassVar[str]
     binary: ClassVar[bool] = True
     feature_names_in_: np.ndarray
+    scale_: InputEncoding
 
     def __init__(
         self,
         module: Any = None,
         *,
-        algorithm: Any = "auto",
+        method: Any = "auto",
         lr: Any = None,
         rounds: int = 50,
         q: int = 10,
         batch_size: int = 32,
         hidden: Sequence[int] | None = None,
         standardize: bool = True,
-        participation: int | float | None = None,
-        settings: Mapping[str, Any] | None = None,
+        exchange: Exchange | None = None,
         site_column: str | int | None = None,
         target: str | None = None,
         device: str = "cpu",
@@ -62,15 +64,14 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         verbose: bool | None = False,
     ) -> None:
         self.module = module
-        self.algorithm = algorithm
+        self.method = method
         self.lr = lr
         self.rounds = rounds
         self.q = q
         self.batch_size = batch_size
         self.hidden = hidden
         self.standardize = standardize
-        self.participation = participation
-        self.settings = settings
+        self.exchange = exchange
         self.site_column = site_column
         self.target = target
         self.device = device
@@ -91,10 +92,20 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
             if groups is None:
                 raise DataError(f"site_column is {self.site_column!r}, but X has no such column.")
         sites = gather(X, y, groups, self.target)
-        self._remember(X if y is not None else None, sites)
+        self._remember(X if y is not None else None)
         for site in sites:
             check_classification_targets(site.y)
-        self.classes_ = np.unique(np.concatenate([np.unique(site.y) for site in sites]))
+        data = self._encode(sites)
+        return self._fit(data, None if eval_set is None else data.held_out(gather(eval_set, target=self.target)))
+
+    def _encode(self, sites: Sequence[Site]) -> Encoded:
+        """Return the sites as inputs of this estimator's model."""
+        own = not isinstance(self.module, torch.nn.Module)
+        return Encoded.of(sites, scaled=self.standardize, mark_gaps=own)
+
+    def _fit(self, data: Encoded, held_out: tuple[Tensor, np.ndarray] | None = None) -> Self:
+        """Train on encoded sites; `held_out`, inputs and class indices, is evaluated during training."""
+        self.classes_, self.scale_ = data.classes, data.encoding
         if len(self.classes_) < 2:
             raise DataError(
                 f"{type(self).__name__} needs two classes, but these examples are all of one class, "
@@ -108,31 +119,23 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         if self.batch_size < 4:
             raise DataError(f"batch_size must be at least 4, not {self.batch_size}.")
         seed = self._seed()
-        codes = [np.searchsorted(self.classes_, site.y) for site in sites]
-        self.sites_ = self._summary(sites, codes)
-        if self.binary or len(self.classes_) == 2:
-            positives = self.sites_.counts[:, 1].tolist()
-            if len(sites) > 1:
-                advice.few_positives(self.sites_.names, positives, self.sites_.counts.sum(1).tolist())
-        own = not isinstance(self.module, torch.nn.Module)
-        self.scale_: InputEncoding = common_encoding(sites, scaled=self.standardize, mark_gaps=own)
-        x = torch.cat([inputs(self.scale_, site.x, site.schema, site.where) for site in sites])
-        labels = torch.from_numpy(np.concatenate(codes).astype(np.int64))
-        parts = np.split(np.arange(len(x)), np.cumsum([len(site) for site in sites])[:-1])
+        self.sites_ = data.summary()
+        if len(self.classes_) == 2 and len(data.names) > 1:
+            advice.few_positives(data.names, self.sites_.counts[:, 1].tolist(), self.sites_.counts.sum(1).tolist())
         outputs = 1 if len(self.classes_) == 2 else len(self.classes_)
-        self.shape_ = tuple(x.shape[1:])
+        self.shape_ = tuple(data.x.shape[1:])
+        self.n_features_in_ = len(data.encoding.schema) or self.shape_[0]
         model = Scores(self._model(self.shape_, outputs, seed), outputs)
-        self._try(model, x[:2], outputs)
-        names = [site.name for site in sites]
-        problem, clients = self._objective().build(model, (x, labels), parts, names=names)
-        judged = None if eval_set is None else self._evaluation(eval_set)
+        self._try(model, data.x[:2], outputs)
+        problem, clients = self._objective().build(model, (data.x, data.y), data.parts, names=list(data.names))
+        judged = None if held_out is None else self._evaluation(*held_out)
         result = self._run(problem, clients, seed, judged, self.metric)
         self._scores = result.model.cpu()
         self.module_ = self._scores.module
         self.calibration_ = (1.0, 0.0)
         if self.kind != "classify":
-            raw = models.score(self._scores, x).double().numpy()
-            self.calibration_ = calibrate([(raw[part], labels[part].numpy()) for part in parts])
+            raw = models.score(self._scores, data.x).double().numpy()
+            self.calibration_ = calibrate([(raw[part], data.y[part].numpy()) for part in data.parts])
         return self
 
     def _objective(self) -> Labelled:
@@ -150,19 +153,12 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
             raise DataError(f"site_column={self.site_column!r} names a column, but X is not a data frame.")
         return np.delete(values, self.site_column, axis=1), values[:, self.site_column]
 
-    def _remember(self, X: Any, sites: Sequence[Site]) -> None:
-        """Set the attributes that scikit-learn requires of a fitted estimator."""
+    def _remember(self, X: Any) -> None:
+        """Set the names of the features, as scikit-learn requires of a fitted estimator."""
         if hasattr(self, "feature_names_in_"):
             del self.feature_names_in_
         if X is not None and hasattr(X, "columns"):
             _check_feature_names(self, X, reset=True)
-            self.n_features_in_ = X.shape[1]
-        else:
-            self.n_features_in_ = len(sites[0].schema) or sites[0].x.shape[1]
-
-    def _summary(self, sites: Sequence[Site], codes: Sequence[np.ndarray]) -> Summary:
-        counts = np.stack([np.bincount(c, minlength=len(self.classes_)) for c in codes])
-        return Summary(counts, tuple(map(str, self.classes_)), tuple(site.name for site in sites))
 
     def _try(self, model: Scores, some: Tensor, outputs: int) -> None:
         """Reject a module that does not fit the data, before any work."""
@@ -180,9 +176,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
                 f"{'one score per example' if outputs == 1 else 'one score per class'}."
             )
 
-    def _evaluation(self, eval_set: Any) -> Any:
-        x, y = self._pooled(eval_set)
-
+    def _evaluation(self, x: Tensor, y: np.ndarray) -> Callable[[Any], dict[str, float]]:
         return lambda model: self._judged(models.score(model, x, lambda part: part.to(self.device)), y)
 
     def _pooled(self, some: Any, y: Any = None) -> tuple[Tensor, np.ndarray]:
@@ -191,13 +185,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
             some, _ = self._without_sites(some)
         sites = gather(some, y, None, self.target)
         x = torch.cat([self._scaled(site.x, site.schema, site.where) for site in sites])
-        labels = np.concatenate([site.y for site in sites])
-        unknown = np.setdiff1d(labels, self.classes_)
-        if len(unknown):
-            raise DataError(
-                f"The class {unknown[0]!r} was not in the training data, whose classes are {self.classes_}."
-            )
-        return x, np.searchsorted(self.classes_, labels)
+        return x, class_indices(np.concatenate([site.y for site in sites]), self.classes_)
 
     def _judged(self, scores: Tensor, y: np.ndarray) -> dict[str, float]:
         return judge(scores.double().numpy(), y, log_odds=self.kind == "classify")
@@ -346,14 +334,14 @@ class FederatedAUC(_Labelled):
     - `module`: an `nn.Module` (one score per example, or two logits), a function that returns one for the input's shape,
       or None for a default network.
     - `hidden`: the layers of the default network. By default, tables get a linear score and images one layer of 64.
-    - `algorithm`: "auto" (`choice_` has the method and the reason), a name from `nestfed list`, or an `Algorithm`.
+    - `method`: "auto" (`choice_` has the method and the reason), a name from `nestfed list`, a class such as `FMGDA`, or
+      an object such as `FMGDA(c_hat=0.1, c=0.05)`. For some hyper-parameters only, `functools.partial(FMGDA, beta=0.1)`.
     - `lr`: None for a multiple of 1/L estimated from the data (stored in `lr_`), a number, a function of the iteration,
       or "theory" for the theorem's step sizes.
-    - `settings`: further hyper-parameters, such as {"beta": 0.1}.
     - `rounds`: communication rounds.
     - `q`: local steps per round.
     - `batch_size`: examples per step.
-    - `participation`: clients per round, as a number (int) or a probability (float); None = all.
+    - `exchange`: who takes part in a round and what crosses the network, such as `Exchange(share=0.5)`; None = all.
     - `standardize`: impute and scale features with statistics of all sites, from counts and sums.
     - `site_column`: the column of X with the site, for scikit-learn tools that accept only one X.
     - `target`: the column to predict, if a site is a data frame or a dataset with named columns.

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sklearn.base import clone
+from torch import Tensor
 
+from nestfed import models
 from nestfed.core import DivergedError, NestfedError
 from nestfed.data.partition import hold_out
 from nestfed.metrics import find
 from nestfed.study.advice import NestfedWarning
-from nestfed.study.sites import Site, gather
+from nestfed.study.sites import Encoded, Site, gather
 
 if TYPE_CHECKING:
     from nestfed.study.labelled import _Labelled
@@ -67,50 +69,50 @@ def lr_find(
     known = isinstance(X, list) and all(isinstance(entry, Site) for entry in X)
     sites = X if known else gather(X, y, groups, estimator.target)
     train, validation = apart(sites, share, seed=estimator._seed())
+    data = estimator._encode(with_rows(train))
     short = clone(estimator).set_params(rounds=max(1, estimator.rounds // 2))
-    return sweep(short, train, validation, lrs, [10**k for k in np.arange(-2, 2.1, 0.5)])
+    multiples = [10**k for k in np.arange(-2, 2.1, 0.5)]
+    return sweep(short, data, data.held_out(with_rows(validation)), estimator.metric, lrs, multiples)
 
 
 def sweep(
     estimator: _Labelled,
-    train: Sequence[Site],
-    validation: Sequence[Site],
+    data: Encoded,
+    validation: tuple[Tensor, np.ndarray],
+    metric: str,
     lrs: Sequence[float],
     multiples: Sequence[float] = (),
-    metric: str = "",
 ) -> StepSearch:
     """Train once with each step size, or with multiples of the default one; return the metric of each.
 
-    - `metric`: by default the estimator's own. It is NaN for a trial that diverges.
+    The metric is NaN for a trial that diverges.
     """
-    metric = metric or estimator.metric
-    found: dict[float, float] = {}
+    x, y = validation
 
-    def trial(lr: float | None) -> float:
-        """Train with a step size (None = the default) and return it."""
+    def trial(lr: float | None) -> tuple[float, float]:
+        """Train with a step size (None = the default); return it and the metric."""
         one = clone(estimator).set_params(lr=lr)
         try:
-            one.fit(pairs(train))
+            one._fit(data)
         except DivergedError:
-            found[float(one.lr_)] = float("nan")
-        else:
-            found[float(one.lr_)] = one.evaluate(pairs(validation))[metric]
-        return float(one.lr_)
+            return float(one.lr_), float("nan")
+        return float(one.lr_), one._judged(models.score(one._scores, x), y)[metric]
 
+    found: dict[float, float] = {}
     with warnings.catch_warnings():  # some trials are expected to diverge
         warnings.simplefilter("ignore", NestfedWarning)
         if not lrs:
-            default = trial(None)
+            default, value = trial(None)
+            found[default] = value
             lrs = [default * m for m in multiples if m != 1]
-        for lr in lrs:
-            trial(float(lr))
+        found |= dict(trial(float(lr)) for lr in lrs)
     order = sorted(found)
     return StepSearch(metric, tuple(order), tuple(found[lr] for lr in order))
 
 
-def pairs(sites: Sequence[Site]) -> dict[str, Site]:
-    """Return the sites that have rows, in a form that `fit` accepts."""
-    return {site.name: site for site in sites if len(site)}
+def with_rows(sites: Sequence[Site]) -> list[Site]:
+    """Return the sites that have rows."""
+    return [site for site in sites if len(site)]
 
 
 def apart(sites: Sequence[Site], share: float, seed: int) -> tuple[list[Site], list[Site]]:

@@ -15,6 +15,7 @@ from nestfed import models
 from nestfed.core import Clients, Data
 from nestfed.data.clients import without_replacement
 from nestfed.data.random import Purpose, Streams
+from nestfed.engine.options import Exchange
 from nestfed.metrics import find
 from nestfed.problems.classify import cross_entropy
 from nestfed.problems.maml import MAML, squared_error
@@ -112,14 +113,13 @@ class FederatedMAML(Federated):
         shots: int = 10,
         queries: int = 10,
         tasks_per_step: int = 3,
-        algorithm: Any = "auto",
+        method: Any = "auto",
         lr: Any = None,
         rounds: int = 100,
         q: int = 10,
         hidden: Sequence[int] = (40, 40),
         first_order: bool = False,
-        participation: int | float | None = None,
-        settings: Mapping[str, Any] | None = None,
+        exchange: Exchange | None = None,
         device: str = "cpu",
         random_state: int | None = 0,
         verbose: bool | None = False,
@@ -130,14 +130,13 @@ class FederatedMAML(Federated):
         self.shots = shots
         self.queries = queries
         self.tasks_per_step = tasks_per_step
-        self.algorithm = algorithm
+        self.method = method
         self.lr = lr
         self.rounds = rounds
         self.q = q
         self.hidden = hidden
         self.first_order = first_order
-        self.participation = participation
-        self.settings = settings
+        self.exchange = exchange
         self.device = device
         self.random_state = random_state
         self.verbose = verbose

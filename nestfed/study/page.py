@@ -35,7 +35,7 @@ def write_report(estimator: _Labelled, path: Path) -> Path:
         summary,
         tables=[sites_table(estimator.sites_)],
         curves=curves({estimator.choice_.name: estimator.history_}, [*shown, "loss"]),
-        facts={"method": repr(getattr(estimator, "algorithm_", estimator.choice_.name)), "nestfed": __version__},
+        facts={"method": repr(getattr(estimator, "method_", estimator.choice_.name)), "nestfed": __version__},
         settings={name: {k: str(v) for k, v in estimator.get_params().items()}},
     )
     return html.write(page, path)

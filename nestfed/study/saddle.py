@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nestfed import models
 from nestfed.data.clients import Examples
+from nestfed.engine.options import Exchange
 from nestfed.problems import Minimax
 from nestfed.study.base import Federated
 from nestfed.study.sites import DataError, InputEncoding, as_table, common_encoding, encoding_from_json, gather, inputs
@@ -23,7 +24,7 @@ class FederatedMinimax(Federated):
     - `objective(model, w, batch)`: returns the mean loss of a batch, whose third array is the site number of each row.
     - `w0`: the starting point of w.
     - `dual_domain`: the set that contains w, such as `Simplex()`.
-    - `lr`: the step of both players; `settings` may set another one for w, such as {"c": 0.1} for FMGDA.
+    - `lr`: the step of both players; `method=functools.partial(FMGDA, c=0.1)` sets another one for w.
 
     After `fit`, `w_` is the last w.
     """
@@ -38,15 +39,14 @@ class FederatedMinimax(Federated):
         w0: Any = None,
         dual_domain: Any = None,
         outputs: int = 1,
-        algorithm: Any = "auto",
+        method: Any = "auto",
         lr: Any = None,
         rounds: int = 50,
         q: int = 10,
         batch_size: int = 32,
         hidden: Sequence[int] | None = None,
         standardize: bool = True,
-        participation: int | float | None = None,
-        settings: Mapping[str, Any] | None = None,
+        exchange: Exchange | None = None,
         device: str = "cpu",
         random_state: int | None = 0,
         verbose: bool | None = False,
@@ -56,15 +56,14 @@ class FederatedMinimax(Federated):
         self.w0 = w0
         self.dual_domain = dual_domain
         self.outputs = outputs
-        self.algorithm = algorithm
+        self.method = method
         self.lr = lr
         self.rounds = rounds
         self.q = q
         self.batch_size = batch_size
         self.hidden = hidden
         self.standardize = standardize
-        self.participation = participation
-        self.settings = settings
+        self.exchange = exchange
         self.device = device
         self.random_state = random_state
         self.verbose = verbose

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nestfed.core import NestfedError
 from nestfed.data.encoding import Schema, TableEncoding, deviation, encode, numbered
+from nestfed.data.partition import Summary
 from nestfed.data.tables import table_of
 
 ALL = "all"
@@ -279,3 +280,47 @@ def inputs(encoding: InputEncoding, x: np.ndarray, schema: Schema, where: str = 
         raise
     except NestfedError as error:
         raise DataError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The labelled examples of all sites as model inputs, with the encoding that made them."""
+
+    encoding: InputEncoding
+    names: tuple[str, ...]
+    x: Tensor
+    """The inputs of all sites, one site after another."""
+    y: Tensor
+    """For each of them, the index of its class."""
+    parts: Sequence[np.ndarray]
+    """The rows of each site."""
+    classes: np.ndarray
+
+    @classmethod
+    def of(cls, sites: Sequence[Site], *, scaled: bool = True, mark_gaps: bool = True) -> Encoded:
+        """Encode sites by statistics of all of them; see `common_encoding`."""
+        encoding = common_encoding(sites, scaled=scaled, mark_gaps=mark_gaps)
+        x = torch.cat([inputs(encoding, site.x, site.schema, site.where) for site in sites])
+        classes = np.unique(np.concatenate([np.unique(site.y) for site in sites]))
+        y = np.searchsorted(classes, np.concatenate([site.y for site in sites]))
+        parts = np.split(np.arange(len(x)), np.cumsum([len(site) for site in sites])[:-1])
+        names = tuple(site.name for site in sites)
+        return cls(encoding, names, x, torch.from_numpy(y.astype(np.int64)), parts, classes)
+
+    def summary(self) -> Summary:
+        """Return the examples by site and class."""
+        counts = np.stack([np.bincount(self.y[part].numpy(), minlength=len(self.classes)) for part in self.parts])
+        return Summary(counts, tuple(map(str, self.classes)), self.names)
+
+    def held_out(self, sites: Sequence[Site]) -> tuple[Tensor, np.ndarray]:
+        """Return other examples of these sites as model inputs, and the indices of their classes."""
+        x = torch.cat([inputs(self.encoding, site.x, site.schema, site.where) for site in sites])
+        return x, class_indices(np.concatenate([site.y for site in sites]), self.classes)
+
+
+def class_indices(labels: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    """Return the index of each label's class; reject a class that was not in the training data."""
+    unknown = np.setdiff1d(labels, classes)
+    if len(unknown):
+        raise DataError(f"The class {unknown[0]!r} was not in the training data, whose classes are {classes}.")
+    return np.searchsorted(classes, labels)

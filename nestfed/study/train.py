@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import copy
-import csv
-import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from sklearn.base import clone
 from torch import Tensor, nn
 
 from nestfed import metrics, models
-from nestfed.core import (
-    Algorithm,
-    Batch,
-    Differentiable,
-    DivergedError,
-    Metric,
-    NestfedError,
-    Schedule,
-    at,
-    positive,
-    unknown,
-)
-from nestfed.data.encoding import Sums, common_schema
-from nestfed.data.tables import as_dataset, label_of, read_columns, require_column
+from nestfed.algorithms import Alone, FedAvg
+from nestfed.core import DivergedError, Metric, NestfedError, unknown
 from nestfed.engine.round import Record
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
-from nestfed.study.lr_find import StepSearch, apart, pairs, sweep
-from nestfed.study.sites import Site
+from nestfed.study.lr_find import StepSearch, apart, sweep, with_rows
+from nestfed.study.sites import Encoded, Site
+from nestfed.study.tables import Sites
 
 KINDS: Mapping[str, type[FederatedAUC | FederatedAUPRC | FederatedClassifier]] = {
     "auroc": FederatedAUC,
@@ -47,128 +32,12 @@ TRIALS = (0.1, 0.3, 1.0, 3.0, 10.0)
 TEST, VALIDATION = 0.25, 0.25
 RESAMPLES = 300
 
-# ---------------------------------------------------------------------------------------------------------
-# Reading
-
-
-@dataclass(frozen=True)
-class Sites:
-    """The tables of all sites, with the same columns; y is the index of a class."""
-
-    sites: Sequence[Site]
-    classes: tuple[str, ...]
-
-
-def read_sites(
-    files: Sequence[str | Path], target: str, *, group: str = "", drop: Sequence[str] = (), positive: str = ""
-) -> Sites:
-    """Read one table per site, with common classes and column types."""
-    paths = [Path(f) for f in files]
-    if not paths:
-        raise NestfedError("There are no files: pass one table for each site, such as sites/*.csv.")
-    names = _names(paths)
-    raw = [_table(path) for path in paths]
-    for path, table in zip(paths, raw):
-        for name in (target, *drop, *([group] if group else [])):
-            require_column(path, name, table)
-    classes = _classes(paths, raw, target, positive)
-    sites = []
-    for name, path, table in zip(names, paths, raw):
-        read = as_dataset(path, table, target, columns=[group] if group else [], drop=drop, classes=classes)
-        sites.append(Site(name, read.x, read.y, read.schema, read.columns[group] if group else None))
-    common_schema({f"Site {site.name}": Sums.of(site.x, site.schema) for site in sites})  # before any work
-    return Sites(sites, classes)
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the names of the sites: the names of the files, with their folders if they are not unique."""
-    short = [path.name.split(".")[0] for path in paths]
-    names = short if len(set(short)) == len(short) else [str(path) for path in paths]
-    if len(set(names)) < len(names):
-        raise NestfedError(f"A file in {paths[0].parent} is named twice: each file is one site.")
-    return names
-
-
-def _table(path: Path) -> dict[str, Any]:
-    if path.name.lower().endswith(".npz"):
-        raise NestfedError(f"{path} has no named columns: expected a .csv, .csv.gz or .parquet file.")
-    return read_columns(path)
-
-
-def _classes(paths: Sequence[Path], raw: Sequence[Mapping[str, Any]], target: str, positive: str) -> tuple[str, ...]:
-    """Return the classes of all sites in order, with the positive one last."""
-    found: set[str] = set()
-    for path, table in zip(paths, raw):
-        column = table[target]
-        if missing := int(column.isna().sum()):
-            raise NestfedError(
-                f"Target {target!r} of {path} is missing in {missing:,} of {len(column):,} rows: fill in or remove "
-                "these rows."
-            )
-        found |= {label_of(v) for v in column.tolist()}
-    if len(found) > 20:
-        raise NestfedError(
-            f"Target {target!r} has {len(found):,} different values, such as {sorted(found)[0]!r}: expected a few classes."
-        )
-    if len(found) < 2:
-        only = next(iter(found), "nothing")
-        raise NestfedError(f"Target {target!r} is {only!r} in every row of every file: there is nothing to predict.")
-    numeric = all(_is_number(v) for v in found)
-    classes = sorted(found, key=float) if numeric else sorted(found)
-    if positive:
-        if positive not in found:
-            raise NestfedError(f"Target {target!r} is never {positive!r}: it is {', '.join(classes)}.")
-        classes = [c for c in classes if c != positive] + [positive]
-    return tuple(classes)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Training and comparing
-
 
 def find_kind(objective: str) -> type[FederatedAUC | FederatedAUPRC | FederatedClassifier]:
     """Return the estimator for an objective."""
     if objective not in KINDS:
         raise unknown("objective", objective, KINDS)
     return KINDS[objective]
-
-
-class AloneState(NamedTuple):
-    """The broadcast, which is not used, and the client's own model."""
-
-    x: Tensor
-    own: Tensor
-
-
-@dataclass(frozen=True)
-class Alone(Algorithm[Differentiable, AloneState]):
-    """Train each site alone: its model stays there and nothing is averaged."""
-
-    eta: Schedule
-
-    name = "local"
-    accepts = Differentiable
-    shared = ("x",)
-    private = ("own",)
-
-    def __post_init__(self) -> None:
-        positive(self, "eta")
-
-    def init(self, problem: Differentiable, x0: Tensor) -> AloneState:
-        """Start at x0."""
-        return AloneState(x0, x0)
-
-    def step(self, problem: Differentiable, s: AloneState, batch: Batch, t: int) -> AloneState:
-        """One gradient step of the client's own model."""
-        return s._replace(own=problem.project(s.own - at(self.eta, t) * problem.grad(s.own, batch)))
 
 
 @dataclass(frozen=True)
@@ -237,40 +106,32 @@ def train(
             "use --objective accuracy."
         )
     began = time.perf_counter()
-    rest, test = apart(data.sites, TEST, seed)
+    rest, test = apart(with_rows(data.sites), TEST, seed)
     fitting, validation = apart(rest, VALIDATION, seed + 1)
     _reject_one_class(target, data.classes, fitting, "training")
     _reject_one_class(target, data.classes, test, "test")
-    judge = _Judge(kind.metric, test)
     common: dict[str, Any] = {"rounds": rounds, "q": q, "hidden": tuple(hidden), "random_state": seed}
-    trying = max(1, rounds // 2)  # enough to rank step sizes
-    ways: list[Any] = [FederatedClassifier(algorithm="fedavg", **common)]
-    if objective != "accuracy":
-        ways.insert(0, kind(**common))
+    fedavg = FederatedClassifier(method="fedavg", **common)
+    ways: list[Any] = [fedavg] if objective == "accuracy" else [kind(**common), fedavg]
+    split = _Split.of(kind.metric, fitting, validation, rest, test)
     trained, fitted = [], []
     for way in ways:
-        tell(
-            f"{objective if way.kind != 'classify' else 'FedAvg on cross-entropy'}: {len(TRIALS)} trials, then training"
-        )
-        found = sweep(clone(way).set_params(rounds=trying), fitting, validation, (), TRIALS, judge.metric.name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", advice.TheoryWarning)  # the step size was tuned
-            final = way.set_params(lr=found.best).fit(pairs(rest), eval_set=pairs(test))
-        scores = judge.scores(final, final._scores)
-        trials = dict(zip(found.lrs, found.values))
-        trained.append(judge.trained(final.choice_.name, scores, found.best, trials, final.history_))
-        fitted.append(final)
+        name = "FedAvg on cross-entropy" if way is fedavg else objective
+        tell(f"{name}: {len(TRIALS)} trials, then training")
+        fitted.append(way)
+        trained.append(_tuned(way, split))
     tell(f"every site alone: {len(TRIALS)} trials, then training")
-    trained.append(_alone(common, trying, list(trained[-1].trials), fitting, validation, rest, judge))
+    trained.append(_alone(fedavg, list(trained[-1].trials), split))
+    judge = split.test
     interval, gain = _bootstrap(trained, judge, seed)
     rows = {
-        "training": sum(map(len, rest)),
-        "of these for tuning": sum(map(len, validation)),
+        "training": len(split.training.x),
+        "of these for tuning": len(split.validation.labels),
         "test": len(judge.labels),
     }
     return StudyResult(
-        fitted[0].set_params(lr=trained[0].lr), judge.metric.name, data.classes, target, objective, trained, judge.labels,
-        judge.owner, interval, gain, rows, grouped, time.perf_counter() - began,
+        fitted[0], judge.metric.name, data.classes, target, objective, trained, judge.labels, judge.owner, interval, gain,
+        rows, grouped, time.perf_counter() - began,
     )  # fmt: skip
 
 
@@ -282,79 +143,110 @@ def _reject_one_class(target: str, classes: Sequence[str], sites: Sequence[Site]
         )
 
 
+@dataclass(frozen=True)
 class _Judge:
-    """The test rows of all sites, and the metrics on them."""
+    """Held-out rows of all sites as model inputs, and the metrics on them."""
 
-    def __init__(self, metric: str | Metric, test: Sequence[Site]) -> None:
-        self.metric = metrics.find(metric)
-        self.test = [site for site in test if len(site)]
-        self.labels = np.concatenate([site.y for site in test])
-        self.owner = np.repeat(np.arange(len(test)), [len(site) for site in test])
+    metric: Metric
+    x: Tensor
+    labels: np.ndarray
+    owner: np.ndarray
+    """The site number of each row."""
 
-    def scores(self, estimator: Any, model: Callable[[Tensor], Tensor]) -> np.ndarray:
-        """Return a model's scores on the test rows."""
-        x = torch.cat([estimator._scaled(site.x, site.schema) for site in self.test])
-        return models.score(model, x).double().numpy()
+    def scores(self, model: Callable[[Tensor], Tensor]) -> np.ndarray:
+        """Return a model's scores of the rows."""
+        return models.score(model, self.x).double().numpy()
 
-    def values(self, scores: np.ndarray, rows: Any = slice(None)) -> dict[str, float]:
-        """Return the metrics on some of the rows."""
-        return metrics.judge(scores[rows], self.labels[rows], log_odds=self.metric.scores == "log-odds")
+    def values(self, scores: np.ndarray) -> dict[str, float]:
+        """Return all metrics."""
+        return metrics.judge(scores, self.labels, log_odds=self.metric.scores == "log-odds")
 
-    def value(self, scores: np.ndarray, rows: Any) -> float:
+    def value(self, scores: np.ndarray, rows: Any = slice(None)) -> float:
         """Return the main metric on some of the rows."""
         return self.metric(scores[rows], self.labels[rows])
 
-    def inside(self, scores: np.ndarray) -> float:
-        """Return the metric on each site's own rows, averaged over the sites where it is defined."""
-        each = [self.value(scores, self.owner == n) for n in np.unique(self.owner)]
+    def inside(self, scores: Callable[[int], np.ndarray]) -> float:
+        """Return the metric of scores(n) on site n's own rows, averaged over the sites where it is defined."""
+        each = [self.value(scores(n), self.owner == n) for n in np.unique(self.owner)]
         return float(np.nanmean(each)) if np.isfinite(each).any() else float("nan")
 
-    def trained(
-        self, name: str, scores: np.ndarray, lr: float, trials: Mapping[float, float], history: Sequence[Any]
-    ) -> Trained:
-        """Return the result of one way of training."""
-        return Trained(name, scores, self.values(scores), self.inside(scores), lr, trials, history)
+
+@dataclass(frozen=True)
+class _Split:
+    """The rows of all sites, encoded once: to try step sizes, and to train and judge the final models."""
+
+    fitting: Encoded
+    validation: _Judge
+    """The validation rows, in the encoding of `fitting`."""
+    training: Encoded
+    """All rows but the test rows."""
+    test: _Judge
+
+    @classmethod
+    def of(
+        cls,
+        metric: str,
+        fitting: Sequence[Site],
+        validation: Sequence[Site],
+        rest: Sequence[Site],
+        test: Sequence[Site],
+    ) -> _Split:
+        """Encode the rows."""
+
+        def judge(data: Encoded, held: Sequence[Site]) -> _Judge:
+            owner = np.repeat(np.arange(len(held)), [len(site) for site in held])
+            return _Judge(metrics.find(metric), *data.held_out(with_rows(held)), owner)
+
+        trial, final = Encoded.of(fitting), Encoded.of(rest)
+        return cls(trial, judge(trial, validation), final, judge(final, test))
 
 
-def _alone(
-    common: Mapping[str, Any],
-    trying: int,
-    lrs: Sequence[float],
-    fitting: Sequence[Site],
-    validation: Sequence[Site],
-    rest: Sequence[Site],
-    judge: _Judge,
-) -> Trained:
+def _short(way: FederatedClassifier) -> Any:
+    """Return a way of training with half of its rounds, which are enough to rank step sizes."""
+    return clone(way).set_params(rounds=max(1, way.rounds // 2))
+
+
+def _tuned(way: Any, split: _Split) -> Trained:
+    """Choose the step size of a way of training on validation rows, then train it on all but the test rows."""
+    held, judge = split.validation, split.test
+    found = sweep(_short(way), split.fitting, (held.x, held.labels), judge.metric.name, (), TRIALS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", advice.TheoryWarning)  # the step size was tuned
+        way.set_params(lr=found.best)._fit(split.training, (judge.x, judge.labels))
+    scores = judge.scores(way._scores)
+    trials = dict(zip(found.lrs, found.values))
+    values, inside = judge.values(scores), judge.inside(lambda n: scores)
+    return Trained(way.choice_.name, scores, values, inside, found.best, trials, way.history_)
+
+
+def _alone(way: FederatedClassifier, lrs: Sequence[float], split: _Split) -> Trained:
     """Train each site alone, with the trials of FedAvg; average the sites' metrics on all rows."""
 
-    def models(lr: float, sites: Sequence[Site], rounds: int) -> tuple[FederatedClassifier, list[nn.Module]]:
+    def scores(lr: float, way: Any, data: Encoded, judge: _Judge) -> np.ndarray:
+        """Return the scores of every site's own model."""
+        method = Alone(FedAvg(lr))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", advice.NestfedWarning)
-            made = FederatedClassifier(algorithm=Alone(lr), **{**common, "rounds": rounds}).fit(pairs(sites))
-        found = []
-        for own in made._result.private["own"]:
-            one = copy.deepcopy(made._scores)
-            nn.utils.vector_to_parameters(own.clone(), one.parameters())
-            found.append(one)
-        return made, found
+            made = clone(way).set_params(method=method, lr=None)._fit(data)
+        each = []
+        for own in method.points(made._result.private):
+            model = copy.deepcopy(made._scores)
+            nn.utils.vector_to_parameters(own.clone(), model.parameters())
+            each.append(judge.scores(model))
+        return np.stack(each)
 
-    held = _Judge(judge.metric, validation)
+    held, judge = split.validation, split.test
     trials = {}
     for lr in lrs:
         try:
-            made, found = models(lr, fitting, trying)
+            trials[lr] = float(np.nanmean([held.value(s) for s in scores(lr, _short(way), split.fitting, held)]))
         except DivergedError:  # the step is too large for one of the sites
             trials[lr] = float("nan")
-        else:
-            trials[lr] = float(np.nanmean([held.value(held.scores(made, one), slice(None)) for one in found]))
     lr = StepSearch(judge.metric.name, tuple(trials), tuple(trials.values())).best
-    made, found = models(lr, rest, common["rounds"])
-    scores = np.stack([judge.scores(made, one) for one in found])
-    each = [judge.values(s) for s in scores]
+    final = scores(lr, way, split.training, judge)
+    each = [judge.values(s) for s in final]
     values = {k: float(np.nanmean([v[k] for v in each])) for k in each[0]}
-    own = [judge.value(s, judge.owner == n) for n, s in enumerate(scores) if (judge.owner == n).any()]
-    inside = float(np.nanmean(own)) if np.isfinite(own).any() else float("nan")
-    return Trained("every site alone", scores, values, inside, lr, trials)
+    return Trained("every site alone", final, values, judge.inside(lambda n: final[n]), lr, trials)
 
 
 def _bootstrap(
@@ -374,42 +266,3 @@ def _bootstrap(
     less, more = np.quantile(sign * (first - other), [0.025, 0.975])
     gain = sign * (judge.value(trained[0].scores, slice(None)) - judge.value(base.scores, slice(None)))
     return (float(low), float(high)), (gain, float(less), float(more))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Prediction
-
-
-def load(place: Path) -> tuple[Any, dict[str, Any]]:
-    """Load a model of `nestfed train`, from its own directory or that of the training run."""
-    found = next((p for p in (place, place / "model") if (p / "table.json").is_file()), None)
-    if found is None:
-        raise NestfedError(f"{place} contains no model: expected the output directory of `nestfed train`.")
-    table = json.loads((found / "table.json").read_text(encoding="utf-8"))
-    return KINDS[table["objective"]].load(found), table
-
-
-def predict(place: Path, file: Path, out: Path) -> int:
-    """Write the probability of each class for the rows of a table; return the number of rows."""
-    import pandas as pd
-
-    estimator, table = load(place)
-    raw = _table(file)
-    needed = [column.name for column in estimator.scale_.schema]
-    for name in needed:
-        require_column(file, name, raw)
-    frame = pd.DataFrame({name: raw[name] for name in needed})
-    if not len(frame):
-        raise NestfedError(f"{file} has no rows.")
-    values = estimator.predict_proba(frame)
-    classes = table["classes"]
-    answers = np.asarray(classes)[estimator.predict(frame)]
-    binary = len(classes) == 2
-    head = ["row", *(["probability"] if binary else [f"probability of {c}" for c in classes]), "prediction"]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(head)
-        for i, (p, answer) in enumerate(zip(values, answers), 1):
-            writer.writerow([i, *(f"{v:.6f}" for v in (p[1:] if binary else p)), answer])
-    return len(frame)

@@ -1,6 +1,6 @@
 """Measures of convergence: what the proofs bound, as functions for `simulate(measure=…)`.
 
-A measure maps the shared fields of a run to named numbers; `together` joins several. Each asks for the truth as a
+A measure maps the shared and private fields of a run to named numbers; `together` joins several. Each asks for the truth as a
 function: a toy's `true_grad`, or `Fixed` on a large fixed sample of the clients' data. The clients' drift is already a
 column of every record. At round 0 there is no estimate yet; its value is 0.
 """
@@ -17,17 +17,17 @@ from torch.utils._pytree import tree_map
 
 from nestfed.core import Batch, Clients, Composed, Data, Fields, NestfedError, Saddle, SolvableSaddle, as_clients
 
-Measure = Callable[[Fields], Mapping[str, float]]
+Measure = Callable[[Fields, Fields], Mapping[str, float]]
 Gradient = Callable[[Tensor], Tensor]
 
 
 def together(*measures: Measure) -> Measure:
     """Combine measures into one."""
 
-    def joined(shared: Fields) -> dict[str, float]:
+    def joined(shared: Fields, private: Fields) -> dict[str, float]:
         found: dict[str, float] = {}
         for one in measures:
-            found |= one(shared)
+            found |= one(shared, private)
         return found
 
     return joined
@@ -35,7 +35,7 @@ def together(*measures: Measure) -> Measure:
 
 def gradient_norm(gradient: Gradient, point: str = "x", name: str = "gradient_norm") -> Measure:
     """‖∇F(x̄)‖, or ‖∇Φ(θ̄)‖ with the gradient of Φ and point="theta"."""
-    return lambda shared: {name: float(gradient(shared[point]).norm())}
+    return lambda shared, private: {name: float(gradient(shared[point]).norm())}
 
 
 def estimator_error(gradient: Gradient, estimator: str = "u", point: str = "x") -> Measure:
@@ -44,7 +44,7 @@ def estimator_error(gradient: Gradient, estimator: str = "u", point: str = "x") 
     A method that moves after it estimates shares the estimate for the point before, so the two are one step apart.
     """
 
-    def measure(shared: Fields) -> dict[str, float]:
+    def measure(shared: Fields, private: Fields) -> dict[str, float]:
         return {"estimator_error": float((_field(shared, estimator) - gradient(shared[point])).square().sum())}
 
     return measure
@@ -53,7 +53,7 @@ def estimator_error(gradient: Gradient, estimator: str = "u", point: str = "x") 
 def inner_error(inner: Gradient, tracked: str = "u", point: str = "x") -> Measure:
     """‖ū − g(x̄)‖², how wrong the tracked inner value is; `inner` maps x to the clients' mean g."""
 
-    def measure(shared: Fields) -> dict[str, float]:
+    def measure(shared: Fields, private: Fields) -> dict[str, float]:
         return {"inner_error": float((_field(shared, tracked) - inner(shared[point])).square().sum())}
 
     return measure
@@ -66,7 +66,7 @@ def fafed_progress(gradient: Gradient, rho: float) -> Measure:
     A_t = √v̄_t + ρ, and M_t follows from the shared fields alone (without a projection).
     """
 
-    def measure(shared: Fields) -> dict[str, float]:
+    def measure(shared: Fields, private: Fields) -> dict[str, float]:
         m = _field(shared, "m")
         step = m / (_field(shared, "v").sqrt() + rho)
         error = gradient(shared["x"]) - m

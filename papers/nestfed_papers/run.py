@@ -70,7 +70,7 @@ def reproduce(
     if found.produce is not None:
         tell("figures")
         numbers = found.produce(Workshop(place, budget, folders, experiments, amount.seeds))
-    spent = {data: sum(map(_seconds, _recorded(folder))) for data, folder in folders.items()}
+    spent = {data: sum(map(_seconds, folder.rglob("record.jsonl"))) for data, folder in folders.items()}
     meta = {
         **_machine(folders.values()),
         "seconds": spent,
@@ -149,11 +149,6 @@ def _machine(folders: Iterable[Path]) -> dict[str, Any]:
     """Return the versions and the machine of the runs, which may be older than this report."""
     found = next((path for folder in folders for path in sorted(folder.rglob("seed-*/machine.json"))), None)
     return describe() if found is None else json.loads(found.read_text(encoding="utf-8"))
-
-
-def _recorded(folder: Path) -> list[Path]:
-    """Return the records of all runs; sites that train alone are in the record of their run."""
-    return [path for path in folder.rglob("record.jsonl") if not path.parent.name.startswith("client-")]
 
 
 def _seconds(record: Path) -> float:

@@ -216,7 +216,7 @@ def test_an_interruption_without_a_directory() -> None:
 
     calls = []
 
-    def measure(shared: Any) -> dict[str, float]:
+    def measure(shared: Any, private: Any) -> dict[str, float]:
         calls.append(1)
         if len(calls) == 2:  # after round 1
             os.kill(os.getpid(), signal.SIGINT)
@@ -266,7 +266,7 @@ def test_the_server_stays_in_the_feasible_set(method: Any) -> None:
     problem = Minimize(toy.problem.f, torch.zeros(6, dtype=torch.float64), domain=Box(-0.1, 0.1))
     seen: list[float] = []
 
-    def measure(shared: Any) -> dict[str, float]:
+    def measure(shared: Any, private: Any) -> dict[str, float]:
         seen.append(float(shared["x"].abs().max()))
         return {}
 
@@ -292,7 +292,7 @@ def test_outputs() -> None:
     seen: list[torch.Tensor] = []
     scores = [0.1, 0.5, 0.9, 0.3, 0.2, 0.0]
 
-    def measure(shared: Any) -> dict[str, float]:
+    def measure(shared: Any, private: Any) -> dict[str, float]:
         seen.append(shared["x"].clone())
         return {"score": scores[len(seen) - 1]}
 

@@ -95,7 +95,7 @@ def test_the_noise_of_rounds_is_independent_and_also_there_when_nobody_comes() -
     points: list[Tensor] = []
     result = simulate(
         still.problem, FedAvg(0.1), still.clients, rounds=40, participation=0.05, progress=False, **CLIP,
-        measure=lambda shared: points.append(shared["x"].clone()) or {},
+        measure=lambda shared, private: points.append(shared["x"].clone()) or {},
     )  # fmt: skip
     assert 0 in [r["participants"] for r in result.history[1:]]
     steps = torch.stack([b - a for a, b in itertools.pairwise(points)])

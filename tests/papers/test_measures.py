@@ -49,7 +49,7 @@ def test_gradient_norm_is_a_slope() -> None:
     toy, h = ConditionalToy(3, 4, kappa=0.3), 1e-5
     x = torch.linspace(-1, 1, 4, dtype=torch.float64)
     slopes = [(toy.value(x + h * e) - toy.value(x - h * e)) / (2 * h) for e in torch.eye(4, dtype=torch.float64)]
-    norm = gradient_norm(toy.true_grad)({"x": x})["gradient_norm"]
+    norm = gradient_norm(toy.true_grad)({"x": x}, {})["gradient_norm"]
     assert norm == pytest.approx(float(torch.tensor(slopes, dtype=torch.float64).norm()), rel=1e-8)
 
 
@@ -133,7 +133,7 @@ def test_estimators_of_other_names() -> None:
     result, record = last(toy, STEM(eta=1e-9), estimator_error(toy.true_grad, "d"))
     assert record["estimator_error"] < 1e-12
     with pytest.raises(NestfedError, match="does not share 'u'; it shares x, d"):
-        estimator_error(toy.true_grad)(result.shared)
+        estimator_error(toy.true_grad)(result.shared, {})
 
 
 @pytest.mark.parametrize("norm", [False, True])

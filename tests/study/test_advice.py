@@ -32,27 +32,27 @@ KINDS = {
 
 
 @pytest.mark.parametrize("objective", KINDS)
-@pytest.mark.parametrize("participation", [None, 2, 0.5])
+@pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("rounds", [1, 5, 100])
-def test_a_choice_fits_the_problem_and_has_a_reason(objective: str, participation: Any, rounds: int) -> None:
-    choice = choose(objective, clients=8, rounds=rounds, participation=participation)
+def test_a_choice_fits_the_problem_and_has_a_reason(objective: str, partial: bool, rounds: int) -> None:
+    choice = choose(objective, rounds=rounds, partial=partial)
     method = METHODS[choice.name]
     assert issubclass(method.accepts, KINDS[objective])
     assert len(choice.why.split()) > 5
-    if participation is not None:
+    if partial:
         assert not method.private or objective in ("maml",)
-    advice.configure(choice.name, 0.1, None, rounds=rounds, q=10).ends_round(0, 10)
+    build(method, **method.usual(0.1, rounds=rounds, q=10)).ends_round(0, 10)
 
 
 def test_an_unknown_objective_is_refused() -> None:
     with pytest.raises(NestfedError, match="choose auroc"):
-        choose("auc", clients=2, rounds=2)
+        choose("auc", rounds=2)
 
 
 def test_every_method_can_be_configured_by_one_step_size() -> None:
     for name in METHODS:
-        more = {"eta_g": 0.1} if name in ("fedadam", "fedyogi", "fedadagrad", "fedams") else None
-        made = advice.configure(name, 0.025, more, rounds=10, q=5)
+        more = {"eta_g": 0.1} if name in ("fedadam", "fedyogi", "fedadagrad", "fedams") else {}
+        made = build(name, **METHODS[name].usual(0.025, rounds=10, q=5), **more)
         assert 0.025 in vars(made).values()
 
 

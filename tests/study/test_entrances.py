@@ -17,6 +17,8 @@ from nestfed.experiment import prepare as preparing
 from nestfed.experiment.prepare import DataSpec, PartitionSpec, prepare
 from nestfed.experiment.spec import from_tables
 from nestfed.study import export, train
+from nestfed.study.predict import predict
+from nestfed.study.tables import read_sites
 
 pd = pytest.importorskip("pandas")
 
@@ -71,7 +73,7 @@ def of_experiment(tables: dict[str, Path], folder: Path) -> Tensor:
 
 
 def of_train(tables: dict[str, Path]) -> Tensor:
-    data = train.read_sites(list(tables.values()), "died")
+    data = read_sites(list(tables.values()), "died")
     return train.train(data, "died", "auroc", **QUICK) and Watched.inputs
 
 
@@ -120,7 +122,7 @@ def test_the_same_tables_give_the_same_inputs(tables: dict[str, Path], tmp_path:
     seen = []
     scorer = export.Scorer(fitted.scale_, fitted._scores, fitted.calibration_)
     scorer.model.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    read = train.read_sites(list(tables.values()), "died").sites[1]
+    read = read_sites(list(tables.values()), "died").sites[1]
     scorer(torch.from_numpy(fitted.scale_.align(read.x, read.schema)).float())
     assert torch.equal(seen[0], inputs[30:])
 
@@ -154,10 +156,10 @@ def test_a_column_that_a_site_lacks_is_an_error(
         with pytest.raises(NestfedError, match=f"Site b has no column '{lacking}'"):
             of_estimator(tables)[0].evaluate(short)
     else:
-        data = train.read_sites(list(tables.values()), "died")
+        data = read_sites(list(tables.values()), "died")
         export.write(train.train(data, "died", "auroc", **QUICK), tmp_path / "out", [])
         with pytest.raises(NestfedError, match=rf"short/b\.csv has no column '{lacking}'"):
-            train.predict(tmp_path / "out", files["b"], tmp_path / "p.csv")
+            predict(tmp_path / "out", files["b"], tmp_path / "p.csv")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
+from nestfed.algorithms import FMGDA, CODAPlus
 from nestfed.core import DivergedError, NestfedError
 from nestfed.data.clients import Balanced
 from nestfed.data.encoding import numbered
 from nestfed.data.partition import even
+from nestfed.engine.options import Exchange
 from nestfed.problems import Simplex
 from nestfed.problems.auroc import AUROC
 from nestfed.study import advice
@@ -249,16 +252,25 @@ def test_probabilities_are_calibrated_on_rare_positives() -> None:
 def test_auto_says_what_it_chose_and_why() -> None:
     sites, _ = cancer()
     found = FederatedAUC(**QUICK).fit(sites)
-    assert found.choice_.name == found.algorithm_.name
+    assert found.choice_.name == found.method_.name
     assert len(found.choice_.why) > 20
-    few = FederatedAUC(**QUICK, participation=2).fit(sites)
+    few = FederatedAUC(**QUICK, exchange=Exchange(count=2)).fit(sites)
     assert few.choice_.name == "local-sgda"
-    asked = FederatedAUC(algorithm="fmgda", **QUICK).fit(sites)
-    assert asked.algorithm_.name == "fmgda"
+    for asked in ("coda-plus", CODAPlus, partial(CODAPlus, gamma=100.0)):
+        made = FederatedAUC(method=asked, **QUICK).fit(sites)
+        assert isinstance(made.method_, CODAPlus)
+        assert made.method_.eta == made.lr_
+    assert made.method_.gamma == 100.0
+    own = FMGDA(c_hat=0.1, c=0.05)
+    assert FederatedAUC(method=own, **QUICK).fit(sites).method_ is own
+    with pytest.raises(NestfedError, match="both set the step size"):
+        FederatedAUC(method=own, lr=0.1, **QUICK).fit(sites)
+    with pytest.raises(NestfedError, match="method must be 'auto'"):
+        FederatedAUC(method=3, **QUICK).fit(sites)
     with pytest.raises(NestfedError, match="did you mean fmgda"):
-        FederatedAUC(algorithm="fmgd").fit(sites)
+        FederatedAUC(method="fmgd").fit(sites)
     with pytest.raises(NestfedError, match="works on problems of kind Minimax"):
-        FederatedAUPRC(algorithm="fmgda", **QUICK).fit(sites)
+        FederatedAUPRC(method="fmgda", **QUICK).fit(sites)
 
 
 def test_the_users_module_is_trained_and_left_alone() -> None:
@@ -320,7 +332,7 @@ def test_the_theorems_schedule_on_request() -> None:
     sites, _ = cancer()
     found = FederatedAUPRC(lr="theory", **QUICK).fit(sites)
     plain = FederatedAUPRC(**QUICK).fit(sites)
-    assert 0 < found.algorithm_.alpha < plain.algorithm_.alpha
+    assert 0 < found.method_.alpha < plain.method_.alpha
     with pytest.raises(NestfedError, match="'theory'"):
         FederatedAUPRC(lr="thoery").fit(sites)
 
@@ -462,11 +474,11 @@ def test_a_schedule_as_step_size(algorithm: str) -> None:
     sites, (x, _) = cancer()
     number: dict[str, Any] = {"lr": 0.05}
     if algorithm == "fmgda":
-        number = {"settings": {"eta": 0.05, "c": 1.0, "c_hat": 1.0}}
+        number = {"method": FMGDA(eta=0.05, c=1.0, c_hat=1.0)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the theorem would want
         ends = [
-            FederatedAUC(algorithm=algorithm, **given, **QUICK).fit(sites).predict_proba(x)
+            FederatedAUC(**{"method": algorithm, **given}, **QUICK).fit(sites).predict_proba(x)
             for given in (number, {"lr": lambda t: 0.05})
         ]
     assert_allclose(*ends, rtol=1e-6)
@@ -502,7 +514,7 @@ def test_agnostic_training_helps_the_worst_site(tmp_path: Path) -> None:
         objective=weighted,
         w0=[1 / 3] * 3,
         dual_domain=Simplex(),
-        algorithm="local-sgda",
+        method="local-sgda",
         lr=lambda t: 0.03,
         rounds=150,
         q=2,

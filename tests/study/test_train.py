@@ -17,12 +17,16 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
+from nestfed.algorithms.alone import Alone
+from nestfed.algorithms.average import FedAvg
 from nestfed.cli.study import lr_find_command, predict_command, train_command
 from nestfed.core import NestfedError
 from nestfed.data.partition import even
 from nestfed.study import export as handover
 from nestfed.study import train
-from nestfed.study.lr_find import StepSearch, apart, pairs
+from nestfed.study.lr_find import StepSearch, apart, with_rows
+from nestfed.study.predict import load, predict
+from nestfed.study.tables import read_sites
 
 pd = pytest.importorskip("pandas")
 
@@ -98,7 +102,7 @@ def test_what_is_left_behind(trained: Path) -> None:
 
 def test_the_exported_program_needs_no_nestfed(trained: Path, files: list[Path]) -> None:
     """Raw features, with gaps, to the same probabilities, imputation and scaling included."""
-    estimator, _ = train.load(trained)
+    estimator, _ = load(trained)
     frame = pd.read_csv(files[1]).drop(columns=["malignant", "patient"])
     wanted = estimator.predict_proba(frame)[:, 1]
     names = estimator.scale_.features
@@ -123,9 +127,9 @@ def test_predict_writes_probabilities(trained: Path, files: list[Path], tmp_path
     assert all((r["prediction"] == "1") == (float(r["probability"]) > 0.5) for r in rows)
     frame.drop(columns=["area"]).to_csv(tmp_path / "short.csv", index=False)
     with pytest.raises(NestfedError, match="has no column 'area'"):
-        train.predict(trained, tmp_path / "short.csv", out)
+        predict(trained, tmp_path / "short.csv", out)
     with pytest.raises(NestfedError, match="contains no model"):
-        train.predict(tmp_path, tmp_path / "new.csv", out)
+        predict(tmp_path, tmp_path / "new.csv", out)
 
 
 def test_lr_find_draws_a_picture(files: list[Path], tmp_path: Path) -> None:
@@ -143,11 +147,11 @@ def test_lr_find_draws_a_picture(files: list[Path], tmp_path: Path) -> None:
 def test_a_metric_is_judged_in_its_direction(files: list[Path]) -> None:
     """By log-loss the lowest is the best: of step sizes, of ways of training, and of a gain over FedAvg."""
     assert StepSearch("log_loss", (0.1, 1.0, 10.0), (0.7, 0.2, float("nan"))).best == 1.0
-    data = train.read_sites(files, "malignant", drop=["patient"])
-    judge = train._Judge("log_loss", data.sites)
+    data = read_sites(files, "malignant", drop=["patient"])
+    judge = train._Split.of("log_loss", *[data.sites] * 4).test
     right = np.where(judge.labels == 1, 2.0, -2.0)
     ways = [
-        judge.trained(name, sign * right, 0.1, {}, ())
+        train.Trained(name, sign * right, judge.values(sign * right), 0.0, 0.1, {})
         for name, sign in (("good", 1.0), ("fedavg", -1.0), ("other", 0.0))
     ]
     (low, high), gain = train._bootstrap(ways, judge, 0)
@@ -170,7 +174,7 @@ def test_a_metric_is_judged_in_its_direction(files: list[Path]) -> None:
 
 
 def test_nobody_is_on_both_sides(files: list[Path]) -> None:
-    data = train.read_sites(files, "malignant", group="patient")
+    data = read_sites(files, "malignant", group="patient")
     rest, test = apart(data.sites, 0.25, 0)
     for whole, a, b in zip(data.sites, rest, test):
         assert not set(a.group) & set(b.group)
@@ -179,20 +183,20 @@ def test_nobody_is_on_both_sides(files: list[Path]) -> None:
     small = data.sites[0].take(np.arange(5))
     kept, aside = apart([small, data.sites[1]], 0.25, 0)
     assert (len(kept[0]), len(aside[0])) == (5, 0)
-    assert set(pairs(aside)) == {"beta"}
+    assert [site.name for site in with_rows(aside)] == ["beta"]
 
 
 def test_local_training_is_that_of_each_site_alone(files: list[Path]) -> None:
     """All sites at once, without averaging, give what each gives as the only site (same scale, batches by number)."""
     from nestfed.study import FederatedClassifier
 
-    data = train.read_sites(files, "malignant", drop=["patient", "ward"])
+    data = read_sites(files, "malignant", drop=["patient", "ward"])
     common = {"rounds": 3, "q": 4, "standardize": False}
     tables = {s.name: (np.nan_to_num(s.x) / 100, s.y) for s in data.sites}
-    together = FederatedClassifier(algorithm=train.Alone(0.1), **common).fit(tables)
-    alone = FederatedClassifier(algorithm="fedavg", lr=lambda t: 0.1, **common).fit({"alpha": tables["alpha"]})
+    together = FederatedClassifier(method=Alone(FedAvg(0.1)), **common).fit(tables)
+    alone = FederatedClassifier(method="fedavg", lr=lambda t: 0.1, **common).fit({"alpha": tables["alpha"]})
     wanted = torch.cat([p.reshape(-1) for p in alone.module_.parameters()])
-    assert_allclose(together._result.private["own"][0], wanted.detach(), rtol=1e-5, atol=1e-6)
+    assert_allclose(together._result.private["x"][0], wanted.detach(), rtol=1e-5, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -251,29 +255,29 @@ def test_mistakes_in_files(files: list[Path], tmp_path: Path, change: Any, optio
     paths = broken(files, tmp_path, 1, change) if change else files
     target = options.pop("target", "malignant")
     with pytest.raises(NestfedError, match=words) as caught:
-        train.read_sites(paths, target, **options)
+        read_sites(paths, target, **options)
     assert "\n" not in str(caught.value)
 
 
 def test_mistakes_in_the_call(files: list[Path], tmp_path: Path) -> None:
     with pytest.raises(NestfedError, match=r"nowhere\.csv is not there"):
-        train.read_sites([*files, tmp_path / "nowhere.csv"], "malignant")
+        read_sites([*files, tmp_path / "nowhere.csv"], "malignant")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(NestfedError, match="is not a table: expected a name"):
-        train.read_sites([tmp_path / "a.txt"], "malignant")
+        read_sites([tmp_path / "a.txt"], "malignant")
     with pytest.raises(NestfedError, match="is named twice"):
-        train.read_sites([files[0], files[0]], "malignant")
-    data = train.read_sites(files, "malignant", drop=["patient"])
+        read_sites([files[0], files[0]], "malignant")
+    data = read_sites(files, "malignant", drop=["patient"])
     with pytest.raises(NestfedError, match="did you mean auprc"):
         train.train(data, "malignant", "aupr")
     three = broken(files, tmp_path, 0, lambda f: f.assign(malignant=f.index % 3))
     with pytest.raises(NestfedError, match="use --objective accuracy"):
-        train.train(train.read_sites(three, "malignant", drop=["patient"]), "malignant", "auroc")
+        train.train(read_sites(three, "malignant", drop=["patient"]), "malignant", "auroc")
     same = broken(files, tmp_path, 0, lambda f: f.assign(malignant=1))
     for path in same[1:]:
         pd.read_csv(path).assign(malignant=1).to_csv(path, index=False)
     with pytest.raises(NestfedError, match="is '1' in every row of every file"):
-        train.read_sites(same, "malignant")
+        read_sites(same, "malignant")
 
 
 def test_a_site_of_one_class_is_welcome_and_told(files: list[Path], tmp_path: Path) -> None:
@@ -301,8 +305,8 @@ def test_classes_are_put_in_order(tmp_path: Path) -> None:
     for name, labels in (("a", ["survived", "died"]), ("b", ["survived", "survived"])):
         pd.DataFrame({"x": np.arange(20.0), "end": labels * 10}).to_csv(tmp_path / f"{name}.csv", index=False)
     paths = [tmp_path / "a.csv", tmp_path / "b.csv"]
-    assert train.read_sites(paths, "end").classes == ("died", "survived")
-    data = train.read_sites(paths, "end", positive="died")
+    assert read_sites(paths, "end").classes == ("died", "survived")
+    data = read_sites(paths, "end", positive="died")
     assert data.classes == ("survived", "died")
     assert [int(s.y.sum()) for s in data.sites] == [10, 0]
 
@@ -314,12 +318,12 @@ def test_more_than_two_classes(tmp_path: Path) -> None:
         pd.DataFrame({"u": y + 0.3 * rng.normal(size=90), "v": rng.normal(size=90), "kind": y}).to_csv(
             tmp_path / f"{name}.csv", index=False
         )
-    data = train.read_sites(sorted(tmp_path.glob("*.csv")), "kind")
+    data = read_sites(sorted(tmp_path.glob("*.csv")), "kind")
     outcome = train.train(data, "kind", "accuracy", rounds=10, q=5)
     assert outcome.best.values["accuracy"] > 0.7
     assert outcome.gain is None
     handover.write(outcome, tmp_path / "out", [])
-    train.predict(tmp_path / "out", tmp_path / "a.csv", tmp_path / "p.csv")
+    predict(tmp_path / "out", tmp_path / "a.csv", tmp_path / "p.csv")
     assert (
         (tmp_path / "p.csv").read_text().startswith("row,probability of 0,probability of 1,probability of 2,prediction")
     )
@@ -339,7 +343,7 @@ def test_heart_disease_in_four_files(tmp_path: Path) -> None:
         frame.to_csv(tmp_path / f"{hospital}.csv", index=False)
     paths = sorted(tmp_path.glob("*.csv"))
     assert len(paths) == 4
-    outcome = train.train(train.read_sites(paths, "disease"), "disease", "auroc")
+    outcome = train.train(read_sites(paths, "disease"), "disease", "auroc")
     assert 0.82 < outcome.best.values["auroc"] < 0.95
     alone = outcome.trained[-1].values["auroc"]
     assert outcome.best.values["auroc"] > alone + 0.02

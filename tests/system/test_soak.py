@@ -32,7 +32,7 @@ def soak(rounds: int, samples: int, folder: Path, **options: Any) -> dict[str, n
     every = rounds // samples
     seen: list[tuple[float, ...]] = []
 
-    def look(shared: Any) -> dict[str, float]:
+    def look(shared: Any, private: Any) -> dict[str, float]:
         began = time.thread_time()
         gc.collect()
         handles = len(list(Path("/proc/self/fd").iterdir()))

@@ -94,7 +94,7 @@ def simulated(settings: Settings) -> Values:
             rounds=s["rounds"],
             q=s["local_steps"],
             seed=s["seed"],
-            measure=lambda shared: _measured(shared[method.point]),
+            measure=lambda shared, private: _measured(shared[method.point]),
             evaluation=_evaluation(s),
             exchange=_exchange(s),
             execution=Execution(
@@ -428,14 +428,16 @@ def trained(
     """Train on one table per site, compare, write the model, read it again and predict."""
     from nestfed.study import export as handover
     from nestfed.study import train
+    from nestfed.study.predict import predict
+    from nestfed.study.tables import read_sites
 
-    data = train.read_sites(files, target, group=group)
+    data = read_sites(files, target, group=group)
     with _no_advice():
         outcome = train.train(data, target, objective, grouped=group, **settings)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         handover.write(outcome, out / "model", list(files))
-        train.predict(out / "model", new, out / "predictions.csv")
+        predict(out / "model", new, out / "predictions.csv")
         with (out / "predictions.csv").open(newline="", encoding="utf-8") as stream:
             predictions = [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(stream)]
     return {
@@ -464,10 +466,10 @@ def trained(
 def encoded(files: Sequence[Path], target: str, *, group: str = "") -> Values:
     """Return what becomes of one table per site: the features, their common scale, and each site's first rows."""
     from nestfed.data.encoding import features_of
-    from nestfed.study import train
     from nestfed.study.sites import common_encoding
+    from nestfed.study.tables import read_sites
 
-    data = train.read_sites(files, target, group=group)
+    data = read_sites(files, target, group=group)
     scale = common_encoding(data.sites)
     return {
         "classes": list(data.classes),

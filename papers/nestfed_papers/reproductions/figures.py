@@ -138,7 +138,7 @@ def _path(toy: Theorem1, algorithm: Any, rounds: int, q: int) -> list[float]:
     """Return the common point after every round; for FAFED after the move that follows a synchronisation."""
     adaptive = isinstance(algorithm, FAFED)
 
-    def measure(shared: Any) -> dict[str, float]:
+    def measure(shared: Any, private: Any) -> dict[str, float]:
         x = shared["x"]
         if adaptive:
             x = x - algorithm.eta * shared["m"] / (shared["v"].sqrt() + algorithm.rho)

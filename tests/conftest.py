@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from copy import deepcopy
 
 import pytest
 
@@ -18,6 +20,18 @@ def pytest_collection_finish() -> None:
     """Take what was imported out of garbage collection, which otherwise looks at it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _digits_once() -> Iterator[None]:
+    """Parse the digits, which most experiments here run on, once instead of some thousand times."""
+    from sklearn import datasets
+
+    digits = datasets.load_digits()
+    load = datasets.load_digits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets, "load_digits", lambda **how: load(**how) if how else deepcopy(digits))
+        yield
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
@@ -76,8 +76,9 @@ class LocalGrid(Grid):
 
 def travelled(message: Message) -> Message:
     """Return a message as it arrives."""
-    parts = {i: part.deflate() for i, part in get_all_nested_objects(message).items()}
-    copy = inflate_object_from_contents(message.object_id, parts)
+    with no_object_id_recompute():  # as Flower does
+        parts = {i: part.deflate() for i, part in get_all_nested_objects(message).items()}
+        copy = inflate_object_from_contents(message.object_id, parts)
     copy.metadata.__dict__["_message_id"] = message.metadata.message_id
     return copy
 

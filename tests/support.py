@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -152,12 +153,50 @@ def forked(work: Callable[[], Any], log: Path) -> int:
         os.write(2, traceback.format_exc().encode())
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
 def ended(pid: int) -> int:
     """Wait for the end of a process; return its exit code, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Said(NamedTuple):
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+
+def in_new_process(work: Callable[[], Any], cwd: Path, path: Path | None = None) -> Said:
+    """Do something as a new process would that has not imported nestfed and finds other packages in `path`.
+
+    It is a fork that forgets the modules of nestfed; the large libraries it keeps.
+    """
+
+    def start() -> None:
+        for name in [m for m in sys.modules if m.partition(".")[0] in ("nestfed", "nestfed_papers")]:
+            del sys.modules[name]
+        os.chdir(cwd)
+        os.environ["COLUMNS"] = "200"
+        sys.path[:0] = [str(path)] if path else []
+        sys.stderr = (cwd / ".err").open("w")
+        work()
+
+    code = ended(forked(start, cwd / ".out"))
+    return Said(code, (cwd / ".out").read_text(), (cwd / ".err").read_text())
+
+
+def nestfed_command(*words: str, cwd: Path, path: Path | None = None) -> Said:
+    """Run `python -m nestfed` as if in a new process."""
+
+    def work() -> None:
+        sys.argv = ["nestfed", *words]
+        runpy.run_module("nestfed", run_name="__main__", alter_sys=True)
+
+    return in_new_process(work, cwd, path)
 
 
 def on_two_ranks(work: Callable[[], Any], folder: Path) -> list[Any]:

@@ -29,6 +29,8 @@ from nestfed.files import sweep
 class Interrupted(NestfedError):
     """The user stopped the run; its progress is saved."""
 
+    exit_code = 130
+
 
 class RunDirectory:
     """A run's history; with a path also its record and checkpoints, which the leading process writes."""

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ import pytest
 # before torch and numpy are imported. Processes that tests start inherit it.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 pytest.register_assert_rewrite("tests.support")
-DATA, CACHE = os.environ.get("NESTFED_DATA"), os.environ.get("NESTFED_CACHE")
+DATA = os.environ.get("NESTFED_DATA")
 
 
 def pytest_collection_finish() -> None:
@@ -34,14 +35,23 @@ def _digits_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The cache of all tests of a run, in which every dataset is decoded once; not the user's own."""
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return os.environ.setdefault("NESTFED_CACHE", str(run / "decoded"))
+
+
 @pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The datasets as they were found when the tests began, or a skip that says how to get them."""
+def real(monkeypatch: pytest.MonkeyPatch, decoded: str) -> Path:
+    """The folder of datasets that was set when the tests began, or a skip that says how to get them."""
     if not DATA:
         pytest.skip("set NESTFED_DATA to a folder with the datasets, see README")
     monkeypatch.setenv("NESTFED_DATA", DATA)
-    if CACHE:
-        monkeypatch.setenv("NESTFED_CACHE", CACHE)
+    monkeypatch.setenv("NESTFED_CACHE", decoded)
+    monkeypatch.setenv("NESTFED_MIRROR", "http://127.0.0.1:9")  # a missing file must not become a download
+    return Path(DATA)
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,9 @@ Schedule = float | Callable[[int], float]
 class NestfedError(Exception):
     """An error the user can fix. One sentence says what was wrong, where, and what would be right."""
 
+    exit_code: ClassVar[int] = 2
+    """What the command line exits with."""
+
 
 class DivergedError(NestfedError):
     """Training produced infinite or NaN values."""

@@ -1,23 +1,17 @@
-"""Problems written from nothing but the abstract methods of `nestfed.core`, and clients with just len and sample.
-
-As a script: one rank of the two that test_bare starts.
-"""
+"""Problems written from nothing but the abstract methods of `nestfed.core`, and clients with just len and sample."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from support import simulate
 from torch import Tensor
 
 from nestfed.algorithms import LocalSCGD, LocalSGDA, Scaffold
 from nestfed.core import Batch, Composed, Differentiable, Saddle
+from tests.support import simulate
 
 CLIENTS, ROWS, D, P = 4, 5, 3, 2
 OPTIONS: dict[str, Any] = {"q": 3, "seed": 5, "progress": False}
@@ -108,10 +102,3 @@ BARE: dict[str, tuple[Any, Any, Any]] = {
 def run(kind: str, **options: Any) -> Any:
     problem, method, clients = BARE[kind]
     return simulate(problem, method, clients, rounds=4, **{**OPTIONS, "workers": 1, **options})
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    results = {kind: run(kind, mode="loop") for kind in BARE}
-    found = {kind: (dict(result.shared), result.history) for kind, result in results.items()}
-    torch.save(found, Path(sys.argv[1]) / f"rank-{os.environ['RANK']}.pt")

@@ -6,45 +6,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support import simulate
 
 from nestfed.core import NestfedError
 from nestfed.files import NAME, locked
+from tests.support import holder, simulate
 
 pytest.importorskip("fcntl", reason="this system has no file locks")
-
-HOLD = """
-import sys
-from pathlib import Path
-from nestfed.files import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@contextmanager
-def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of its own that holds a directory."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
@@ -56,9 +28,8 @@ def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
             f"Process {process.pid} on {socket.gethostname()} has been using {tmp_path} since {since}: "
             "wait until it ends, or choose another directory."
         )
-        from test_engines_agree import images
-
         from nestfed.algorithms import FedAvg
+        from tests.support import images
 
         problem, clients = images()
         with pytest.raises(NestfedError, match=f"Process {process.pid} on"):

@@ -56,3 +56,16 @@ def test_rooms_import_only_from_rooms_above() -> None:
     wrong = {(a, b) for a, b in imports() if place.get(b, len(ORDER)) >= place[a]}
     assert wrong - BACKWARDS == set()
     assert BACKWARDS - wrong == set(), "these are gone: take them off the list"
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share is in plain modules, so that a test file can be read, run and deleted alone."""
+    wrong = [
+        f"{path.name} imports {name}"
+        for path in Path(__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (getattr(node, "module", None) or "", *(alias.name for alias in node.names))
+        if any(part.startswith("test_") or part == "conftest" for part in name.split("."))
+    ]
+    assert not wrong, wrong

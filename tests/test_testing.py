@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from bare import ROWS, Rows, Squares
 from nestfed_papers.complexity.settings import Setting
 from nestfed_papers.language import Language, TextClients
 from nestfed_papers.sine import SineClients
@@ -25,6 +24,7 @@ from nestfed.problems.invariant import InvariantClients, InvariantLogistic
 from nestfed.problems.maml import MAML, squared_error
 from nestfed.study.meta import TaskClients
 from nestfed.testing import check_algorithm, check_clients, check_problem
+from tests.bare import ROWS, Rows, Squares
 
 PARTS = np.split(np.arange(60), 3)
 

@@ -71,10 +71,8 @@ def main() -> None:
         _add_plugin_commands()
         app()
     except NestfedError as error:
-        from nestfed.engine.run_directory import Interrupted
-
         sys.stderr.write(f"nestfed: {error}\n")
-        sys.exit(130 if isinstance(error, Interrupted) else 2)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("nestfed: stopped; run the same command again to resume from the last checkpoint.\n")
         sys.exit(130)

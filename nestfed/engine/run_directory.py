@@ -32,6 +32,8 @@ LOG = logging.getLogger(__name__)
 class Interrupted(NestfedError):
     """The user stopped the run; its progress is saved."""
 
+    exit_code = 130
+
 
 class RunDirectory:
     """A run's history; with a path also its record and checkpoints, which the leading process writes."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SETTINGS
 
 from nestfed.algorithms import (
     FCSGM,
@@ -25,6 +24,7 @@ from nestfed.core import Clients, NestfedError
 from nestfed.engine.options import Exchange, Execution
 from nestfed.engine.simulate import simulate
 from nestfed.testing import check_algorithm
+from tests.toys import SETTINGS
 
 METHODS = {
     "plain": [FedAvg(0.05), FedProx(0.05, mu=0.5), STEM(0.05, a=0.3)],

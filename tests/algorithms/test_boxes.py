@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import boxes
 import numpy as np
 import pytest
+
+from tests.algorithms import boxes
 
 N, d, T = 3, 4, 13
 rng = np.random.default_rng(0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import boxes
 import numpy as np
 import pytest
-from cases import SETTINGS, TASKS, Setting, trace
 
 from nestfed import algorithms as a
 from nestfed.engine.program import span_from
+from tests.algorithms import boxes
+from tests.toys import SETTINGS, TASKS, Setting, trace
 
 Q = 3
 ROUNDS = 5

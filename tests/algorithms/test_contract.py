@@ -9,88 +9,21 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import cases
 import pytest
 import torch
-from cases import SEED
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
-from support import simulate
 
 from nestfed.algorithms import METHODS, build
-from nestfed.core import Algorithm, NestfedError, Problem
+from nestfed.core import NestfedError, Problem
 from nestfed.testing import ALGORITHM_CHECKS, Trial, check_clients, check_problem
+from tests import toys
+from tests.methods import CASES, Q, method, run, setting
+from tests.support import identical, simulate
+from tests.toys import SEED
 
-
-class Case(NamedTuple):
-    """Hyper-parameters under which a method works on every problem here, and which of them are of what sort."""
-
-    hyper: dict[str, Any]
-    setting: str = "plain"
-    steps: tuple[str, ...] = ("eta",)
-    """Must be above 0."""
-    weights: tuple[str, ...] = ()
-    """Must lie in (0, 1]."""
-    homogeneous: bool = False
-    """Promises to go down only when all clients are alike."""
-
-
-SERVER = {"eta": 0.05, "eta_g": 0.05, "tau": 0.01}
-STAGES = {"eta": 0.1, "gamma": 10.0, "T0": 30}
-
-CASES: dict[str, Case] = {
-    "fedavg": Case({"eta": 0.05}),
-    "fedprox": Case({"eta": 0.05, "mu": 0.1}),
-    "scaffold": Case({"eta": 0.05}, steps=("eta", "eta_g")),
-    "stem": Case({"eta": 0.05, "a": 0.3}, weights=("a",)),
-    "naive-adaptive": Case({"eta": 0.02, "beta": 0.9}, weights=("beta",), homogeneous=True),
-    "fafed": Case({"eta": 0.05, "alpha": 0.3, "rho": 1.0}, steps=("eta", "rho"), weights=("alpha", "beta")),
-    "fedadam": Case(SERVER, steps=("eta", "eta_g", "tau"), weights=("beta2",)),
-    "fedyogi": Case(SERVER, steps=("eta", "eta_g", "tau"), weights=("beta2",)),
-    "fedadagrad": Case({**SERVER, "eta_g": 0.3}, steps=("eta", "eta_g", "tau"), weights=("beta2",)),
-    "fedams": Case(SERVER, steps=("eta", "eta_g", "tau", "epsilon"), weights=("beta2",)),
-    "fcsg": Case({"alpha": 0.05}, "conditional", ("alpha",)),
-    "fcsg-m": Case({"alpha": 0.05, "beta": 0.3}, "conditional", ("alpha",), ("beta",)),
-    "acc-fcsg-m": Case({"alpha": 0.05, "beta": 0.5}, "conditional", ("alpha",), ("beta",)),
-    "bsgd": Case({"alpha": 0.05}, "conditional", ("alpha",)),
-    "bspiderboost": Case({"alpha": 0.03, "period": 4}, "conditional", ("alpha", "period")),
-    "local-bsgd": Case({"eta": 0.05}, "compositional"),
-    "local-scgd": Case({"eta": 0.05, "gamma": 0.7}, "compositional", weights=("gamma",)),
-    "local-scgdm": Case(
-        {"eta": 0.8, "alpha": 0.9, "beta": 0.06, "gamma": 0.9}, "compositional", ("eta", "alpha", "beta", "gamma")
-    ),
-    "local-scgdm-tasks": Case(
-        {"eta": 0.8, "alpha": 0.9, "beta": 0.06, "gamma": 0.9}, "tasked", ("eta", "alpha", "beta", "gamma")
-    ),
-    "local-moml": Case({"eta": 0.05, "beta": 0.7}, "tasked", weights=("beta",)),
-    "scgd": Case({"eta": 0.05, "gamma": 0.7}, "compositional", weights=("gamma",)),
-    "local-sgda": Case({"eta_theta": 0.05, "eta_w": 0.1}, "minimax", ("eta_theta", "eta_w")),
-    "momentum-local-sgda": Case(
-        {"eta_theta": 0.05, "eta_w": 0.1, "beta": 0.5}, "minimax", ("eta_theta", "eta_w", "a"), ("beta",)
-    ),
-    "coda": Case(STAGES, "minimax", ("eta", "gamma", "T0")),
-    "coda-plus": Case(STAGES, "minimax", ("eta", "gamma", "T0")),
-    "codasca": Case(STAGES, "minimax", ("eta", "gamma", "T0", "eta_g")),
-    "fmgda": Case({"c_hat": 0.05, "c": 0.1, "alpha": 0.3}, "minimax", ("eta", "c_hat", "c"), ("alpha", "beta")),
-}
-Q = 3
 every = pytest.mark.parametrize("name", METHODS)
-federated = pytest.mark.parametrize("name", [name for name in METHODS if not METHODS[name].single])
-
-
-def method(name: str, **changes: Any) -> Algorithm[Any, Any]:
-    return METHODS[name](**{**CASES[name].hyper, **changes})
-
-
-def setting(name: str, N: int = 5, dtype: torch.dtype = torch.float64) -> cases.Setting:
-    return cases.SETTINGS[CASES[name].setting](1 if METHODS[name].single else N, dtype)
-
-
-def run(name: str, rounds: int, *, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    s = setting(name, dtype=dtype)
-    options = {"seed": SEED, "q": Q, "progress": False, "mode": "vmap", **options}
-    return simulate(s.problem, options.pop("algorithm", method(name)), s.clients, rounds=rounds, **options)
 
 
 def one_sentence(error: Any) -> str:
@@ -124,21 +57,12 @@ def test_named_as_in_files_and_made_for_some_kind(name: str) -> None:
     assert METHODS[name].accepts is not Problem
 
 
-@pytest.mark.parametrize("kind", cases.SETTINGS)
+@pytest.mark.parametrize("kind", toys.SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_the_settings_keep_the_contract(kind: str, dtype: torch.dtype) -> None:
-    s = cases.SETTINGS[kind](4, dtype)
+    s = toys.SETTINGS[kind](4, dtype)
     check_clients(s.clients)
     check_problem(s.problem, s.clients)
-
-
-def identical(left: Any, right: Any) -> None:
-    """Compare to the last bit; the order of names does not matter."""
-    if isinstance(left, dict):
-        assert set(left) == set(right)
-        right = {k: right[k] for k in left}
-    for a, b in zip(torch.utils._pytree.tree_leaves(left), torch.utils._pytree.tree_leaves(right), strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 @every

@@ -7,13 +7,13 @@ import re
 from itertools import chain
 
 import pytest
-from test_contract import CASES, METHODS, method, setting
 
 from nestfed import theory
-from nestfed.algorithms import references
+from nestfed.algorithms import METHODS, references
 from nestfed.algorithms.references import bibtex
 from nestfed.core import NestfedError
 from nestfed.problems import OBJECTIVES
+from tests.methods import CASES, method, setting
 
 every = pytest.mark.parametrize("name", METHODS)
 NAMED = {**METHODS, **OBJECTIVES}

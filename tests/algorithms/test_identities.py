@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cases
 import numpy as np
 import pytest
 import torch
-from cases import SEED, Setting, trace
 from nestfed_papers.toys import ToyClients
-from support import simulate
 from torch import Tensor, nn
 
 from nestfed import algorithms as a
@@ -19,6 +16,9 @@ from nestfed.algorithms import server as servers
 from nestfed.core import Fields, Power, Server, at
 from nestfed.data.clients import Examples
 from nestfed.problems.base import Conditional, Minimax, Minimize
+from tests import toys
+from tests.support import simulate
+from tests.toys import SEED, Setting, trace
 
 ROUNDS, Q = 4, 3
 
@@ -44,7 +44,7 @@ def differs(left: Tensor, right: Tensor) -> None:
 @pytest.mark.parametrize("alpha", [0.1, lambda t: 0.2 / (1 + t) ** 0.5], ids=["number", "schedule"])
 def test_fcsg_family(alpha: Any) -> None:
     """FCSG-M(β=1) = Acc-FCSG-M(β=1) = FCSG = FedAvg on the conditional estimator."""
-    setting = cases.conditional()
+    setting = toys.conditional()
     fcsg = path(setting, a.FCSG(alpha))
     same(fcsg, path(setting, a.FedAvg(alpha)))
     same(fcsg, path(setting, a.FCSGM(alpha, 1.0)))
@@ -55,22 +55,22 @@ def test_fcsg_family(alpha: Any) -> None:
 
 def test_single_machine_ancestors() -> None:
     """BSGD = FCSG with N = 1; BSpiderBoost with period 1 = BSGD; SCGD = Local-SCGD with K = 1, whatever q is."""
-    setting = cases.conditional(N=1)
+    setting = toys.conditional(N=1)
     same(path(setting, a.BSGD(0.1)), path(setting, a.FCSG(0.1)))
     same(path(setting, a.BSGD(0.1)), path(setting, a.BSpiderBoost(0.1, period=1)))
     differs(path(setting, a.BSGD(0.1)), path(setting, a.BSpiderBoost(0.1, period=2)))
-    setting = cases.compositional(N=1)
+    setting = toys.compositional(N=1)
     same(path(setting, a.SCGD(0.1, 0.6)), path(setting, a.LocalSCGD(0.1, 0.6)))
     same(path(setting, a.SCGD(0.1, 0.6), q=1, rounds=12)[::3], path(setting, a.SCGD(0.1, 0.6)))
 
 
 def test_conditional_with_identity_inside_is_plain() -> None:
     """Conditional with g(x) = x is plain minimization."""
-    setting = cases.plain()
+    setting = toys.plain()
     nested = Conditional(
-        f=lambda u, outer: cases.soft((outer[0] * u).sum(-1) - outer[1]),
+        f=lambda u, outer: toys.soft((outer[0] * u).sum(-1) - outer[1]),
         g=lambda x, outer, inner: x.expand(len(outer[1]), 1, -1),
-        model=cases.start(torch.float64),
+        model=toys.start(torch.float64),
     )
     clients = replace(setting.clients, arrange=lambda own, noise: (setting.clients.arrange(own, noise), noise[0]))
     same(path(setting, a.FedAvg(0.1)), path(Setting(nested, clients, setting.x0, {}), a.FCSG(0.1)))
@@ -89,7 +89,7 @@ class EarlyFedAvg(a.FedAvg):
 
 
 def test_stem_with_weight_one_is_fedavg() -> None:
-    setting = cases.plain()
+    setting = toys.plain()
     same(path(setting, a.STEM(0.1, 1.0)), path(setting, EarlyFedAvg(0.1)))
     same(path(setting, a.STEM(0.1, c=1e9)), path(setting, EarlyFedAvg(0.1)))  # a weight above 1 is 1
     differs(path(setting, a.STEM(0.1, 0.5)), path(setting, EarlyFedAvg(0.1)))
@@ -97,18 +97,18 @@ def test_stem_with_weight_one_is_fedavg() -> None:
 
 
 def test_fedprox_without_pull_is_fedavg() -> None:
-    setting = cases.plain()
+    setting = toys.plain()
     same(path(setting, a.FedProx(0.1, 0.0)), path(setting, a.FedAvg(0.1)))
     differs(path(setting, a.FedProx(0.1, 0.5)), path(setting, a.FedAvg(0.1)))
     same(path(setting, a.FedProx(0.1, 0.5), q=1), path(setting, a.FedAvg(0.1), q=1))  # no local drift to pull back
 
 
 def test_scaffold_alone_is_sgd() -> None:
-    setting = cases.plain(N=1)
+    setting = toys.plain(N=1)
     same(path(setting, a.Scaffold(0.1)), path(setting, a.FedAvg(0.1)))
     schedule = lambda t: 0.2 / (1 + t)  # noqa: E731
     same(path(setting, a.Scaffold(schedule)), path(setting, a.FedAvg(schedule)))
-    setting = cases.plain()
+    setting = toys.plain()
     same(path(setting, a.Scaffold(0.1), q=1), path(setting, a.FedAvg(0.1), q=1))  # Σ(c − c_n) = 0
     differs(path(setting, a.Scaffold(0.1)), path(setting, a.FedAvg(0.1)))
 
@@ -123,7 +123,7 @@ class UnscaledFAFED(a.FAFED):
 
 def test_fafed_without_scaling_is_stem() -> None:
     """FAFED with A ≡ I is STEM with the same α and η; FAFED's x lies one move behind at a synchronisation."""
-    setting = cases.plain()
+    setting = toys.plain()
     eta, alpha = (lambda t: 0.2 / (1 + t) ** 0.5), (lambda t: 0.9 / (1 + t) ** 0.3)
     for arguments in ((0.1, 0.3), (eta, alpha)):
         fafed, stem = UnscaledFAFED(*arguments), a.STEM(*arguments)
@@ -176,7 +176,7 @@ def test_fedavg_alone_is_torch_sgd() -> None:
 
 def test_scgd_family() -> None:
     """Local-SCGDM(αη=1) = Local-SCGD; Local-SCGD(γ=1) = Local-BSGD = FedAvg on the compositional estimator."""
-    setting = cases.compositional()
+    setting = toys.compositional()
     bsgd = path(setting, a.LocalBSGD(0.1))
     same(bsgd, path(setting, a.FedAvg(0.1)))
     same(bsgd, path(setting, a.LocalSCGD(0.1, 1.0)))
@@ -190,12 +190,12 @@ def test_scgd_family() -> None:
 
 def test_states_per_task() -> None:
     """MOML(β=1) = Local-BSGD; with one task and one client it is SCGD; Local-SCGDM-tasks(αη=1) = Local-MOML."""
-    setting = cases.tasked()
+    setting = toys.tasked()
     same(path(setting, a.LocalMOML(0.1, 1.0)), path(setting, a.LocalBSGD(0.1)))
     moml = path(setting, a.LocalMOML(0.1, 0.6))
     differs(moml, path(setting, a.LocalBSGD(0.1)))
     same(moml, path(setting, a.LocalSCGDMTasks(eta=0.5, alpha=2.0, beta=0.2, gamma=1.2)))
-    alone = cases.compositional(N=1)
+    alone = toys.compositional(N=1)
     same(path(alone, a.LocalMOML(0.1, 0.6)), path(alone, a.SCGD(0.1, 0.6)))
 
 
@@ -205,7 +205,7 @@ def test_states_per_task() -> None:
 @pytest.mark.parametrize("field", ["theta", "w"])
 def test_sgda_family(field: str) -> None:
     """FMGDA(α=β=1) = Local SGDA = CODA+(γ=∞) in its first stage."""
-    setting = cases.minimax()
+    setting = toys.minimax()
     sgda = path(setting, a.LocalSGDA(0.1, 0.1), field)
     same(sgda, path(setting, a.FMGDA(1.0, 0.1, 0.1, 1.0, 1.0), field))
     differs(sgda, path(setting, a.FMGDA(1.0, 0.1, 0.1, 0.5, 0.5), field))
@@ -221,7 +221,7 @@ def test_sgda_family(field: str) -> None:
 @pytest.mark.parametrize(("N", "q"), [(4, 1), (1, 1), (1, 3)])
 def test_momentum_sgda_with_weight_one(N: int, q: int, field: str) -> None:
     """Momentum Local SGDA(aβ=1) = Local SGDA one batch later: its iteration t+1 moves by the gradient of batch t."""
-    setting = cases.minimax(N)
+    setting = toys.minimax(N)
     rounds = 12 // q
     momentum = path(setting, a.MomentumLocalSGDA(0.2, 0.4, beta=2.0, a=0.5), field, q=q, rounds=rounds)
     plain = path(setting, a.LocalSGDA(0.1, 0.2), field, q=1, rounds=12)
@@ -231,7 +231,7 @@ def test_momentum_sgda_with_weight_one(N: int, q: int, field: str) -> None:
 
 @pytest.mark.parametrize("field", ["theta", "w"])
 def test_momentum_sgda_with_weight_one_and_a_schedule(field: str) -> None:
-    setting = cases.minimax()
+    setting = toys.minimax()
     momentum = path(setting, a.MomentumLocalSGDA(Power(0.2), Power(0.4), beta=1.0), field, q=1, rounds=12)
     same(momentum[1:], path(setting, a.LocalSGDA(Power(0.2), Power(0.4)), field, q=1, rounds=12)[:-1])
 
@@ -239,7 +239,7 @@ def test_momentum_sgda_with_weight_one_and_a_schedule(field: str) -> None:
 @pytest.mark.parametrize("kind", [a.CODAPlus, a.CODASCA])
 def test_the_proximal_term_holds_also_for_those_who_sit_out(kind: Any) -> None:
     """A strong pull to the stage's start keeps θ near it, whoever takes part; a new stage has a new start."""
-    setting = cases.minimax()
+    setting = toys.minimax()
 
     def end(gamma: float, T0: int = 10**6, **options: Any) -> float:
         method = kind(0.05, gamma, T0)
@@ -255,7 +255,7 @@ def test_the_proximal_term_holds_also_for_those_who_sit_out(kind: Any) -> None:
 
 @pytest.mark.parametrize("field", ["theta", "w"])
 def test_codasca_with_equal_clients_is_coda_plus(field: str) -> None:
-    setting = cases.minimax()
+    setting = toys.minimax()
     alike = tuple(o[:1].expand_as(o) for o in setting.clients.own)
     same_noise = lambda own, noise: setting.clients.arrange(own, tuple(z[:1].expand_as(z) for z in noise))  # noqa: E731
     equal = setting._replace(clients=ToyClients(alike, setting.clients.shapes, same_noise))
@@ -265,10 +265,10 @@ def test_codasca_with_equal_clients_is_coda_plus(field: str) -> None:
 
 
 def test_minimax_without_w_is_plain() -> None:
-    setting = cases.plain()
+    setting = toys.plain()
     saddle = Minimax(
-        lambda theta, w, batch: cases.soft(batch[0] @ theta - batch[1]).mean(),
-        cases.start(torch.float64),
+        lambda theta, w, batch: toys.soft(batch[0] @ theta - batch[1]).mean(),
+        toys.start(torch.float64),
         torch.zeros(2, dtype=torch.float64),
     )
     for mode in ("vmap", "loop"):
@@ -304,7 +304,7 @@ def adam_without_correction(points: Tensor, eta: float, beta1: float, beta2: flo
 
 def test_adam_server_is_adam_without_bias_correction() -> None:
     """The server on N = 1: Δ is one client's round, replayed here by FedAvg from each broadcast point."""
-    setting = cases.plain(N=1)
+    setting = toys.plain(N=1)
     eta_g, beta1, beta2, tau = 0.2, 0.8, 0.95, 0.03
     run = path(setting, a.FedAdam(0.1, eta_g, beta1, beta2, tau), rounds=6)
     deltas = []

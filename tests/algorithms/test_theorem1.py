@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import trace
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, PLSaddle, Quadratic, Theorem1
-from support import simulate
 from torch import Tensor
 
 from nestfed import algorithms as a
 from nestfed.core import NestfedError, as_batch
 from nestfed.problems.base import Minimize
+from tests.support import simulate
+from tests.toys import trace
 
 
 def vector(*values: float) -> Tensor:

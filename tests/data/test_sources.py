@@ -35,9 +35,6 @@ from nestfed.data.encoding import Column
 from nestfed.data.files import File, Found
 from nestfed.data.sources import Dataset, Source, Split, load, load_table
 
-DATA = os.environ.get("NESTFED_DATA")
-CACHE = os.environ.get("NESTFED_CACHE")
-
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,21 +42,6 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NESTFED_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("NESTFED_DATA", raising=False)
     monkeypatch.delenv("NESTFED_MIRROR", raising=False)
-
-
-@pytest.fixture(scope="session")
-def decoded(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return CACHE or str(tmp_path_factory.mktemp("decoded"))
-
-
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch, decoded: str) -> Path:
-    if not DATA:
-        pytest.skip("set NESTFED_DATA to a folder with the data sets, see README")
-    monkeypatch.setenv("NESTFED_DATA", DATA)
-    monkeypatch.setenv("NESTFED_CACHE", decoded)
-    monkeypatch.setenv("NESTFED_MIRROR", "http://127.0.0.1:9")  # a missing file must not become a download
-    return Path(DATA)
 
 
 @pytest.fixture(scope="session")

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from bare import BARE, CLIENTS, OPTIONS, run
+
+from tests.bare import BARE, CLIENTS, OPTIONS, run
 
 pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed[flower]'")
-
-from test_flower import _alone, checkpointed, deploy  # noqa: F401
 
 from nestfed.deploy.flower import Custom
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.spec import RunSpec
+from tests.flower import checkpointed, deploy
 
 
 @pytest.mark.parametrize("kind", BARE)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_contract import method, setting
+
+from tests.methods import method, setting
 
 pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed[flower]'")
-
-from test_flower import _alone, checkpointed, deploy, simulated, toy  # noqa: F401
 
 from nestfed import Examples, Minimize
 from nestfed.algorithms import FedAvg
@@ -26,6 +25,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Fold, Order, RunState, empty_reply
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.spec import RunSpec
+from tests.flower import checkpointed, deploy, simulated, toy
 
 
 @pytest.mark.parametrize("encode", ["", "int8/float16"])

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from bare import BARE, CLIENTS, OPTIONS, ROWS, run
-from support import simulate
-from test_engines_agree import close, on_two_ranks
 
 from nestfed.core import Clients, NestfedError, as_clients
 from nestfed.study.advice import smoothness
 from nestfed.testing import ALGORITHM_CHECKS, Trial, check_clients, check_problem
+from tests.bare import BARE, CLIENTS, OPTIONS, ROWS, run
+from tests.support import close, on_two_ranks, simulate
 
 KINDS = pytest.mark.parametrize("kind", BARE)
 
@@ -70,9 +69,11 @@ def test_smoothness_asks_for_nothing_more(kind: str) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    on_two_ranks([str(Path(__file__).parents[1] / "bare.py"), str(tmp_path)])
-    for rank in range(2):
-        found = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+    def work() -> dict[str, Any]:
+        results = {kind: run(kind, mode="loop") for kind in BARE}
+        return {kind: (dict(result.shared), result.history) for kind, result in results.items()}
+
+    for found in on_two_ranks(work, tmp_path):
         for kind in BARE:
             loop = run(kind, mode="loop")
             shared, history = found[kind]

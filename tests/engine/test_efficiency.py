@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import simulate
-from test_contract import CASES, Q, method, setting
-from test_engines_agree import images
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nestfed.algorithms import METHODS, FedAvg, Scaffold
@@ -20,6 +17,8 @@ from nestfed.engine.program import Span
 from nestfed.engine.round import Order, RunState
 from nestfed.engine.store import Tables, private_fields
 from nestfed.engine.workers import Workers
+from tests.methods import CASES, Q, method, setting
+from tests.support import images, simulate
 
 
 def local(problem: Any, algorithm: Any, clients: Any, seed: int = 0, vectorised: bool = False) -> tuple[Local, Any]:

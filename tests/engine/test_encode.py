@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import simulate
-from test_contract import METHODS, method, run, setting
 
+from nestfed.algorithms import METHODS
 from nestfed.core import NestfedError
 from nestfed.engine.encode import BLOCK, KINDS, SCALE, Encoding, expand, squeeze, wire_form
+from tests.methods import method, run, setting
+from tests.support import simulate
 
 
 def values(seed: int, d: int, spread: float = 3.0) -> torch.Tensor:

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from dataclasses import replace
@@ -18,9 +16,6 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers.toys import Quadratic
-from support import answering, simulate
-from test_contract import CASES, Q, identical, method, setting
-from test_engines_agree import images
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -35,9 +30,9 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.round import RunState
 from nestfed.engine.run_directory import Interrupted
 from nestfed.problems.base import Box
+from tests.methods import CASES, Q, method, setting
+from tests.support import answering, ended, forked, identical, images, simulate
 
-HERE = Path(__file__).parents[1]
-PATHS = [str(p) for p in (HERE, HERE.parent, *sorted(HERE.iterdir())) if p.is_dir()]
 OPTIONS: dict[str, Any] = {"q": 2, "progress": False, "mode": "loop", "workers": 1}
 
 
@@ -187,54 +182,30 @@ def test_a_record_cut_short_is_mended(tmp_path: Path) -> None:
 
 # --- interruption ---
 
-LONG = """
-import sys, time
-import torch
-torch.set_num_threads(1)
-sys.path[:0] = {path!r}
-from test_engines_agree import images
-from nestfed import Examples
-from nestfed.algorithms import Scaffold
-from nestfed.core import NestfedError
-from support import answering, simulate
 
 class Slow(Examples):
-    def draw(self, ns, ts):
+    def draw(self, ns: Any, ts: range) -> Any:
         time.sleep(0.02)
         return super().draw(ns, ts)
-
-problem, clients = images()
-print("ready", flush=True)
-try:
-    simulate(problem, Scaffold(0.1), Slow(clients.arrays, clients.parts, batch=6), rounds={rounds}, q=2,
-             progress=False, mode="loop", workers={workers}, directory={folder!r})
-except NestfedError as error:
-    sys.stderr.write(str(error))
-    sys.exit(130)
-"""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_saves_and_says_how_to_go_on(workers: int, tmp_path: Path) -> None:
-    code = LONG.format(path=PATHS, rounds=100_000, workers=workers, folder=str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    deadline = time.monotonic() + 60
-    record = tmp_path / "record.jsonl"
-    while (not record.exists() or len(record.read_text().splitlines()) < 2) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Stopped after round" in told
-    assert f"run it again to resume from {tmp_path}" in told
-    done = len(read_record(record))
     problem, clients = images()
+    slow = Slow(clients.arrays, clients.parts, batch=6)
     options = {**OPTIONS, "workers": workers}
-    again = simulate(problem, Scaffold(0.1), clients, rounds=done + 2, directory=tmp_path, **options)
+    out, log = tmp_path / "out", tmp_path / "log"
+    pid = forked(lambda: simulate(problem, Scaffold(0.1), slow, rounds=100_000, directory=out, **options), log)
+    deadline = time.monotonic() + 60
+    record = out / "record.jsonl"
+    while (not record.exists() or len(record.read_text().splitlines()) < 2) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(pid, signal.SIGINT)
+    assert ended(pid) == 2
+    assert "Stopped after round" in log.read_text()
+    assert f"run it again to resume from {out}" in log.read_text()
+    done = len(read_record(record))
+    again = simulate(problem, Scaffold(0.1), clients, rounds=done + 2, directory=out, **options)
     whole = simulate(problem, Scaffold(0.1), clients, rounds=done + 2, **options)
     assert torch.equal(again.x, whole.x)
     identical(dict(again.private), dict(whole.private))

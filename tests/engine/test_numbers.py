@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers.toys import CompositionalToy, Quadratic
-from support import simulate
-from test_engines_agree import close, images
 from torch import Tensor, nn
 
 from nestfed import Classify, Examples, Minimax, Minimize
@@ -21,24 +19,16 @@ from nestfed.core import NestfedError, Server
 from nestfed.engine.local import Local
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Order
+from tests.support import bad_images, close, images, simulate
 
 OPTIONS: dict[str, Any] = {"q": 2, "progress": False, "workers": 1}
 MODES = pytest.mark.parametrize("mode", ["loop", "vmap"])
 
 
-def spoilt(n: int = 3, value: float = float("nan")) -> tuple[Any, Any, Any]:
-    """Return a problem and two sets of clients: good ones, and such with a bad value at client n."""
-    problem, clients = images()
-    good = Examples(clients.arrays, clients.parts, batch=20)  # all that a client holds
-    x = clients.arrays[0].clone()
-    x[int(clients.parts[n][0])] = value
-    return problem, good, replace(good, arrays=(x, clients.arrays[1]))
-
-
 @MODES
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_data(mode: str, value: float) -> None:
-    problem, _, bad = spoilt(value=value)
+    problem, _, bad = bad_images(value=value)
     with pytest.raises(NestfedError) as error:
         simulate(problem, FedAvg(0.1), bad, rounds=3, **OPTIONS, mode=mode)
     assert str(error.value).startswith("The data contain infinite or NaN values at client 3, iteration 0 (round 1)")
@@ -151,7 +141,7 @@ def test_no_checkpoint_is_promised_that_is_not_there(tmp_path: Path) -> None:
 def test_a_dropped_client_is_one_that_did_not_answer(
     how: dict[str, Any], encode: str, reduce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem, good, bad = spoilt()
+    problem, good, bad = bad_images()
     options = {**OPTIONS, **how, "rounds": 4, "encode": encode, "reduce": reduce}
     with pytest.warns(
         UserWarning, match=r"client 3, iteration 0 \(round 1\).* The client is dropped from this round"

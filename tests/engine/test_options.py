@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import answering, simulate
 from torch import Tensor
 
 from nestfed import Minimize
@@ -20,6 +19,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.store import Tables
+from tests.support import answering, simulate
 
 # --- wrong values ---
 

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import norm
-from support import simulate
-from test_engines_agree import close, run
 from torch import Tensor
 
 from nestfed import Examples, Minimize
@@ -21,6 +19,8 @@ from nestfed.algorithms import FedAvg, build
 from nestfed.core import NestfedError
 from nestfed.engine.options import Exchange, Gaussian
 from nestfed.engine.privacy import Noise, epsilon
+from tests.methods import run_some
+from tests.support import close, simulate
 
 pytest.importorskip("dp_accounting", reason="the accountant is an extra: pip install 'nestfed[privacy]'")
 
@@ -62,7 +62,7 @@ def test_what_it_depends_on() -> None:
 def test_a_missing_accountant_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(NestfedError, match=r"pip install 'nestfed\[privacy\]'"):
-        run("fcsg-m", 1, **CLIP, participation=None)
+        run_some("fcsg-m", 1, **CLIP, participation=None)
 
 
 # --- the noise ---
@@ -105,17 +105,17 @@ def test_the_noise_of_rounds_is_independent_and_also_there_when_nobody_comes() -
 
 def test_engines_agree_and_resume(tmp_path: Path) -> None:
     options: dict[str, Any] = {**CLIP, "participation": 0.7}
-    loop = run("fmgda", mode="loop", workers=1, **options)
-    close(run("fmgda", mode="vmap", workers=1, **options), loop)
-    close(run("fmgda", mode="loop", workers=2, **options), loop)
-    run("fmgda", 2, mode="loop", workers=1, directory=tmp_path, **options)
-    again = run("fmgda", 4, mode="loop", workers=1, directory=tmp_path, **options)
+    loop = run_some("fmgda", mode="loop", workers=1, **options)
+    close(run_some("fmgda", mode="vmap", workers=1, **options), loop)
+    close(run_some("fmgda", mode="loop", workers=2, **options), loop)
+    run_some("fmgda", 2, mode="loop", workers=1, directory=tmp_path, **options)
+    again = run_some("fmgda", 4, mode="loop", workers=1, directory=tmp_path, **options)
     assert all(torch.equal(v, loop.shared[k]) for k, v in again.shared.items())
     assert (tmp_path / "privacy.txt").read_text().strip() == loop.privacy
 
 
 def test_nothing_without_noise_is_recorded() -> None:
-    history = run("fcsg-m", participation=None, **CLIP).history
+    history = run_some("fcsg-m", participation=None, **CLIP).history
     assert {(r["loss"], r["drift"]) for r in history} == {(None, None)}
 
 
@@ -164,4 +164,4 @@ def test_the_statement_says_what_it_rests_on() -> None:
 )
 def test_what_cannot_be_accounted_for_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(NestfedError, match=sentence):
-        run("fcsg-m", 1, **{"participation": None, **options})
+        run_some("fcsg-m", 1, **{"participation": None, **options})

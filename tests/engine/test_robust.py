@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from support import simulate
-from test_engines_agree import close, on_two_ranks, run
 from torch import Tensor
 
+from nestfed.algorithms import Scaffold
 from nestfed.core import NestfedError
 from nestfed.engine import reduce as robust
 from nestfed.engine.reduce import Reduction
+from tests.methods import run_some
+from tests.support import bad_images, close, on_two_ranks, simulate
 
-HERE = Path(__file__).parents[1]
 KINDS = ["median", "trimmed:0.3", "clip:0.05"]
 kinds = pytest.mark.parametrize("reduce", KINDS)
 METHODS = ["fcsg-m", "fmgda", "scaffold", "local-scgdm", "fafed", "codasca"]
@@ -75,68 +75,47 @@ def test_words_and_back(text: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @kinds
 def test_loop_vmap_and_workers(name: str, reduce: str) -> None:
-    loop = run(name, mode="loop", workers=1, reduce=reduce)
-    close(run(name, mode="vmap", workers=1, reduce=reduce), loop)
-    close(run(name, mode="loop", workers=3, reduce=reduce), loop)
-    mean = run(name, mode="loop", workers=1)
+    loop = run_some(name, mode="loop", workers=1, reduce=reduce)
+    close(run_some(name, mode="vmap", workers=1, reduce=reduce), loop)
+    close(run_some(name, mode="loop", workers=3, reduce=reduce), loop)
+    mean = run_some(name, mode="loop", workers=1)
     assert any(not torch.allclose(v, mean.shared[k]) for k, v in loop.shared.items())
     assert all(r["drift"] is None for r in loop.history if r["participants"])
 
 
-RANK = """
-import os, sys, warnings
-import torch
-torch.set_num_threads(1)
-from test_engines_agree import run
-from test_numbers import spoilt
-from nestfed.algorithms import Scaffold
-from support import simulate
-warnings.simplefilter("ignore")
-found = {{}}
-for reduce in {kinds!r}:
-    found[reduce] = dict(run("fmgda", mode="loop", reduce=reduce).shared)
-    bad = simulate(spoilt()[0], Scaffold(0.1), spoilt()[2], rounds=3, q=2, reduce=reduce, on_nan="drop", progress=False,
-                   mode="loop", workers=1)
-    found[reduce] |= {{"dropped": bad.x, "participants": torch.tensor([r["participants"] for r in bad.history])}}
-torch.save(found, f"{{sys.argv[1]}}/{{os.environ['RANK']}}.pt")
-"""
-
-
 def test_two_ranks(tmp_path: Path) -> None:
-    on_two_ranks(["-c", RANK.format(kinds=KINDS), str(tmp_path)])
-    from test_numbers import spoilt
+    problem, _, bad = bad_images()
 
-    from nestfed.algorithms import Scaffold
-
-    problem, _, bad = spoilt()
-    both = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(2)]
-    for reduce in KINDS:
-        expected: dict[str, Tensor] = dict(run("fmgda", mode="loop", workers=1, reduce=reduce).shared)
+    def found(reduce: str) -> dict[str, Tensor]:
         with pytest.warns(UserWarning, match="dropped"):
-            alone = simulate(
+            some = simulate(
                 problem, Scaffold(0.1), bad, rounds=3, q=2, reduce=reduce, on_nan="drop", progress=False, mode="loop",
                 workers=1,
             )  # fmt: skip
-        expected |= {"dropped": alone.x, "participants": torch.tensor([r["participants"] for r in alone.history])}
-        for found in both:
-            torch.testing.assert_close(found[reduce], expected, rtol=1e-10, atol=1e-10)
+        participants = torch.tensor([r["participants"] for r in some.history])
+        whole = run_some("fmgda", mode="loop", workers=1, reduce=reduce)
+        return {**whole.shared, "dropped": some.x, "participants": participants}
+
+    expected = {reduce: found(reduce) for reduce in KINDS}
+    for one in on_two_ranks(lambda: {reduce: found(reduce) for reduce in KINDS}, tmp_path):
+        torch.testing.assert_close(one, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_resumes_to_the_last_bit_and_not_as_another(tmp_path: Path) -> None:
-    whole = run("scaffold", 4, mode="loop", workers=1, reduce="median")
-    run("scaffold", 2, mode="loop", workers=1, reduce="median", directory=tmp_path)
-    again = run("scaffold", 4, mode="loop", workers=2, reduce="median", directory=tmp_path)
+    whole = run_some("scaffold", 4, mode="loop", workers=1, reduce="median")
+    run_some("scaffold", 2, mode="loop", workers=1, reduce="median", directory=tmp_path)
+    again = run_some("scaffold", 4, mode="loop", workers=2, reduce="median", directory=tmp_path)
     for k, v in whole.shared.items():
         assert torch.equal(again.shared[k], v)
     with pytest.raises(NestfedError, match="another experiment"):
-        run("scaffold", 4, mode="loop", workers=1, directory=tmp_path)
+        run_some("scaffold", 4, mode="loop", workers=1, directory=tmp_path)
 
 
 def test_what_does_not_go_together() -> None:
     with pytest.raises(NestfedError, match="uniform"):
-        run("fcsg-m", reduce="median", keep="uniform")
+        run_some("fcsg-m", reduce="median", keep="uniform")
     with pytest.raises(NestfedError, match=r"weights = 'examples' needs exchange\.reduce = 'mean'"):
-        run("fcsg-m", reduce="median", weights="examples")
+        run_some("fcsg-m", reduce="median", weights="examples")
 
 
 # --- robust where promised ---

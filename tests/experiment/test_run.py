@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from nestfed.core import NestfedError
+from nestfed.core import DivergedError, NestfedError
+from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import assemble
-from nestfed.experiment.run import run
+from nestfed.experiment.run import Job, run, run_jobs
 from nestfed.experiment.spec import from_tables
 
 ALONE = {
@@ -42,3 +44,25 @@ def test_clients_that_train_alone_are_judged_by_their_own_models(tmp_path: Path)
 def test_clients_that_train_alone_have_no_common_best_model() -> None:
     with pytest.raises(NestfedError, match=r"evaluation.keep = 'last'"):
         from_tables({**ALONE, "evaluation": {"keep": "best", "metric": "auroc"}})
+
+
+def test_jobs_in_parallel_processes(tmp_path: Path) -> None:
+    """Two new processes do what this one does, and an error comes back from them."""
+    tables: dict[str, Any] = {
+        "partition": {"clients": 3},
+        "problem": {"name": "invariant", "dim": 4, "inner": 4, "outer": 4},
+        "algorithm": {"name": "fcsg-m", "alpha": 0.2, "beta": 0.5},
+        "run": {"rounds": 2, "q": 2},
+        "execution": {"mode": "loop"},
+    }
+    kinds = {"good": tables, "bad": {**tables, "algorithm": {"name": "fcsg-m", "alpha": 1e200, "beta": 0.5}}}
+    found: dict[int, dict[str, Any]] = {}
+    for workers in (1, 2):
+        jobs = [Job(kinds[name], tmp_path / str(workers) / name) for name in kinds]
+        errors: dict[str, Any] = {}
+        run_jobs(jobs, workers, lambda job, error, errors=errors: errors.update({job.out.name: error}))  # type: ignore[misc]
+        assert errors["good"] is None
+        assert isinstance(errors["bad"], DivergedError)
+        records = read_record(jobs[0].out / "record.jsonl")
+        found[workers] = {"error": str(errors["bad"]), "records": [{**r, "seconds": 0} for r in records]}
+    assert found[1] == found[2]

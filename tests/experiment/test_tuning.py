@@ -17,13 +17,12 @@ import pytest
 import torch
 from optuna.distributions import CategoricalDistribution
 from safetensors.torch import load_file
-from test_files import holder
 
 from nestfed.core import METRICS, OBJECTIVES, Metric, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import assemble
 from nestfed.experiment.compare import compare
-from nestfed.experiment.run import TUNING_SEED, run
+from nestfed.experiment.run import TUNING_SEED, run, run_jobs
 from nestfed.experiment.spec import Experiment, from_tables, read
 from nestfed.experiment.tune import (
     Halving,
@@ -38,6 +37,7 @@ from nestfed.experiment.tune import (
 )
 from nestfed.metrics import find
 from nestfed.problems.invariant import InvariantOptions
+from tests.support import holder
 
 SMALL = {"run.rounds": 4, "run.q": 1, "evaluation.every": 1, "partition.clients": 2}
 
@@ -261,6 +261,17 @@ def test_going_on_after_an_end_at_any_moment_finds_the_same(tmp_path: Path) -> N
     _, resumed = tune(experiment, ["fedavg"], tmp_path / "cut", workers=1)
     assert resumed == whole
     assert all(path.stat().st_mtime_ns == then for path, then in done.items()), "a finished trial is not repeated"
+
+
+def test_trials_may_finish_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do in parallel processes."""
+    experiment = small(fedavg=ETAS)
+    _, forwards = tune(experiment, ["fedavg"], tmp_path / "forwards", workers=1)
+    monkeypatch.setattr(
+        "nestfed.experiment.tune.run_jobs", lambda jobs, workers, done: run_jobs([*jobs][::-1], workers, done)
+    )
+    _, backwards = tune(experiment, ["fedavg"], tmp_path / "backwards", workers=1)
+    assert backwards == forwards
 
 
 def test_trials_that_fail_are_the_worst_and_all_failing_is_said(tmp_path: Path) -> None:

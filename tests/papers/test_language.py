@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch
 from nestfed_papers import language
 from nestfed_papers.language import Language, TextClients, word_loss
 from nestfed_papers.networks import WordLSTM
-from support import simulate
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,6 +20,7 @@ from nestfed.algorithms import build
 from nestfed.core import Batch, NestfedError, Power, Tape
 from nestfed.experiment.build import assemble
 from nestfed.experiment.spec import read as read_experiment
+from tests.support import simulate
 
 WORDS = 12
 
@@ -182,7 +183,7 @@ def test_vectorised_clients_and_clients_in_turn_agree(name: str) -> None:
 
 
 @pytest.mark.data
-def test_wikitext_protocol(real: None) -> None:
+def test_wikitext_protocol(real: Path) -> None:
     text = language.read()
     assert len(text.words) == 33278
     clients = TextClients(text.train)
@@ -197,7 +198,7 @@ def test_wikitext_protocol(real: None) -> None:
 
 
 @pytest.mark.data
-def test_packaged_experiments_assemble(real: None) -> None:
+def test_packaged_experiments_assemble(real: Path) -> None:
     experiment = read_experiment("wikitext-small")
     assert list(experiment.methods) == list(SIX)
     for name in experiment.methods:
@@ -213,7 +214,7 @@ def test_packaged_experiments_assemble(real: None) -> None:
 @pytest.mark.data
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "fafed"])
-def test_the_full_size_steps(real: None, name: str) -> None:
+def test_the_full_size_steps(real: Path, name: str) -> None:
     """A dry run of wikitext-full: two clients, two steps; 3 GB for fedavg, 6 GB for fafed."""
     experiment = read_experiment("wikitext-full")
     variant = experiment.for_method(name).with_overrides(
@@ -229,7 +230,7 @@ def test_the_full_size_steps(real: None, name: str) -> None:
 @pytest.mark.data
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIX)
-def test_the_small_size_learns(real: None, name: str) -> None:
+def test_the_small_size_learns(real: Path, name: str) -> None:
     experiment = read_experiment("wikitext-small")
     grid = experiment.grid(name).items()
     middle = {k: v[(len(v) - 1) // 2] if k.startswith("algorithm.eta") else v[-1] for k, v in grid}
@@ -247,7 +248,7 @@ def test_the_small_size_learns(real: None, name: str) -> None:
 
 @pytest.mark.data
 @pytest.mark.slow
-def test_tiny_imagenet_experiment_steps_with_every_method(real: None) -> None:
+def test_tiny_imagenet_experiment_steps_with_every_method(real: Path) -> None:
     experiment = read_experiment("tiny-imagenet-auroc")
     for name in experiment.methods:
         first = {k: v[0] for k, v in experiment.grid(name).items()}

@@ -17,7 +17,6 @@ from nestfed_papers.measures import (
     together,
 )
 from nestfed_papers.toys import CompositionalToy, ConditionalToy, MinimaxToy, Quadratic
-from support import simulate
 from torch import Tensor, nn
 
 from nestfed.algorithms import FAFED, FMGDA, STEM, AccFCSGM, LocalMOML, LocalSCGDM
@@ -26,6 +25,7 @@ from nestfed.data.clients import Examples
 from nestfed.problems.auroc import AUROC
 from nestfed.problems.base import Box, Minimax
 from nestfed.problems.maml import MAML
+from tests.support import simulate
 
 
 def last(toy: Any, algorithm: Any, measure: Measure, **options: Any) -> tuple[Any, dict[str, float]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from nestfed_papers.networks import FashionNet, MnistNet
-from support import simulate
 from torch import Tensor
 
 from nestfed.algorithms import FCSGM, FMGDA
@@ -21,6 +20,7 @@ from nestfed.metrics import judge
 from nestfed.models import build
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
+from tests.support import simulate
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from support import simulate
 from torch import Tensor, nn
 
 from nestfed.algorithms import CODA, FCSGM, FMGDA, AccFCSGM, FedAvg
@@ -20,6 +19,7 @@ from nestfed.models import Mlp
 from nestfed.problems.auprc import AUPRC
 from nestfed.problems.auroc import AUROC
 from nestfed.problems.classify import Classify
+from tests.support import simulate
 
 
 class Table(nn.Module):
@@ -267,17 +267,16 @@ def test_the_inner_mean_targets_the_datas_own_rate(positives: int, negatives: in
     y = torch.tensor([1] * positives + [0] * negatives)
     clients = Pairs((torch.arange(n), y), [np.arange(n)], outer=2, inner=m, inner_positives=k, seed=3)
     rate = positives / n
-    share = np.zeros(n)
-    outer_share = np.zeros(n)
-    for t in range(draws):
-        (above, _), (x, labels, weight) = clients.sample(0, t)
-        assert x.shape == (1, m)
-        # In every batch, not only on average, the positives weigh what they weigh in the data.
-        assert float((weight * labels).mean()) == pytest.approx(rate)
-        assert float(weight.mean()) == pytest.approx(1.0)
-        assert int(labels.sum()) == k
-        np.add.at(share, x[0].numpy(), weight[0].numpy() / m / draws)
-        np.add.at(outer_share, above.numpy(), 1 / len(above) / draws)
+    drawn = clients.draw([0], range(draws))
+    above = torch.cat([outer[0] for outer, _ in drawn])
+    x, labels, weight = (torch.cat(leaves)[:, 0] for leaves in zip(*(inner for _, inner in drawn)))
+    assert x.shape == (draws, m)
+    # In every batch, not only on average, the positives weigh what they weigh in the data.
+    np.testing.assert_allclose((weight * labels).mean(1), rate, rtol=1e-6)
+    np.testing.assert_allclose(weight.mean(1), 1.0, rtol=1e-6)
+    assert labels.sum(1).tolist() == [k] * draws
+    share = np.bincount(x.flatten(), weight.flatten(), n) / m / draws
+    outer_share = np.bincount(above.flatten(), minlength=n) / above.numel()
     # Each example weighs 1/n on average, so the mean of any g(z) is the mean over the data.
     np.testing.assert_allclose(share, 1 / n, atol=0.12 / n)
     np.testing.assert_allclose(outer_share, np.where(y.numpy() == 1, 1 / positives, 0), atol=0.03)

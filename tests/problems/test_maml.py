@@ -12,7 +12,6 @@ from nestfed_papers import omniglot
 from nestfed_papers.networks import OmniglotNet
 from nestfed_papers.omniglot import Characters, Episodes, FewShotTest, OmniglotClients
 from nestfed_papers.sine import SineClients, SineTest, draw_fit
-from support import simulate
 from torch import Tensor, nn
 
 from nestfed.algorithms import build
@@ -22,6 +21,7 @@ from nestfed.experiment.spec import read as read_experiment
 from nestfed.models import build as network
 from nestfed.problems.base import Minimize
 from nestfed.problems.maml import MAML, squared_error
+from tests.support import simulate
 
 EAGER = pytest.mark.parametrize("eager", [True, False], ids=["autograd", "func"])
 VECTORISE = pytest.mark.parametrize("vectorise", [True, False], ids=["vectorised", "in-turn"])
@@ -397,7 +397,7 @@ def test_few_shot_evaluation_is_fixed_and_counts() -> None:
 
 
 @pytest.mark.data
-def test_real_omniglot(real: None) -> None:
+def test_real_omniglot(real: Path) -> None:
     found = omniglot.read()
     assert found.images.shape == (1623, 20, 28, 28)
     split = omniglot.by_alphabets(found.alphabets)
@@ -412,7 +412,7 @@ def test_real_omniglot(real: None) -> None:
 
 @pytest.mark.data
 @pytest.mark.parametrize("name", ["omniglot-1shot", "omniglot-5shot", "omniglot-alphabets"])
-def test_packaged_omniglot_experiments_run(real: None, name: str) -> None:
+def test_packaged_omniglot_experiments_run(real: Path, name: str) -> None:
     experiment = read_experiment(name)
     for method in experiment.methods:
         variant = experiment.for_method(method).with_overrides({"problem.tasks": 1, "problem.test_tasks": 8})
@@ -426,7 +426,7 @@ def test_packaged_omniglot_experiments_run(real: None, name: str) -> None:
 
 @pytest.mark.data
 @pytest.mark.slow
-def test_omniglot_learns(real: None) -> None:
+def test_omniglot_learns(real: Path) -> None:
     found = omniglot.read()
     split = omniglot.by_characters(len(found.images), 4, 0)
     problem = MAML(network("omniglot", (1, 28, 28), 5), omniglot.cross_entropy, inner_lr=0.4, clip=10.0)

@@ -6,12 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import numpy as np
 import pytest
 import torch
 from nestfed_papers.toys import ConditionalToy
-from support import simulate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,6 +18,8 @@ from nestfed.core import Batch, NestfedError, Tape
 from nestfed.data.clients import Examples
 from nestfed.problems.base import Ball, Box, Compositional, Conditional, Minimax, Minimize, Simplex
 from nestfed.problems.flat import Flat, KeyedDropout
+from tests import toys
+from tests.support import simulate
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -249,10 +249,10 @@ def test_mean_over_inner_samples_is_inside_f() -> None:
 
 def test_estimator_is_product_of_means() -> None:
     """(mean_j ∇g_j)ᵀ ∇f(mean_j g_j), with explicit Jacobians."""
-    setting = cases.conditional()
+    setting = toys.conditional()
     x = setting.problem.x0
     for t in range(3):
-        found = setting.problem.grad(x, setting.clients.seeded(cases.SEED).sample(1, t))
+        found = setting.problem.grad(x, setting.clients.seeded(toys.SEED).sample(1, t))
         np.testing.assert_allclose(found.numpy(), setting.maps["grad"](1, t, x.numpy()), rtol=1e-12)
 
 
@@ -319,7 +319,7 @@ def test_simplex_in_many_dimensions() -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "stem", "fafed", "acc-fcsg-m"])
 def test_every_point_stays_in_the_domain(name: str) -> None:
-    setting = cases.plain()
+    setting = toys.plain()
     problem = Minimize(setting.problem.f, setting.problem.x0, domain=Ball(0.2))
     algorithm = a.build(name, **{"alpha" if "fcsg" in name else "eta": 0.3})
     x0 = 0.1 * setting.problem.x0
@@ -330,7 +330,7 @@ def test_every_point_stays_in_the_domain(name: str) -> None:
 
 
 def test_dual_domain() -> None:
-    setting = cases.minimax()
+    setting = toys.minimax()
     problem = Minimax(setting.problem.f, setting.problem.x0, setting.problem.w0, dual_domain=Box(-0.1, 0.1))
     result = simulate(problem, a.LocalSGDA(0.1, 0.5), setting.clients, rounds=4, q=3, progress=False)
     assert result.shared["w"].abs().max() <= 0.1 + 1e-12

@@ -188,9 +188,9 @@ def test_balanced_batches_have_the_same_objective() -> None:
     exact = [plain.grads(theta, w, (x[part], labels[part])) for part in parts]
     wanted = [torch.stack([g[i] for g in exact]).mean(0) / (4 * p * (1 - p)) for i in (0, 1)]
     clients = Balanced((x, labels), parts, batch=8, seed=1)
-    drawn = [balanced.grads(theta, w, clients.sample(n, t)) for t in range(1500) for n in range(len(parts))]
-    for i in (0, 1):
-        all_ = torch.stack([g[i] for g in drawn])
+    batches = [torch.cat(leaves) for leaves in zip(*clients.draw(range(len(parts)), range(1500)))]
+    drawn = torch.func.vmap(lambda *batch: balanced.grads(theta, w, batch))(*batches)
+    for i, all_ in enumerate(drawn):
         error = all_.std(0) / len(all_) ** 0.5
         assert bool(((all_.mean(0) - wanted[i]).abs() < 4 * error + 1e-9).all())
 

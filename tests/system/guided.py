@@ -1,6 +1,6 @@
-"""One of test_fuzz's targets under atheris, whose inputs follow the branches that earlier ones reached.
+"""One of the targets under atheris, whose inputs follow the branches that earlier ones reached.
 
-python tests/system/guided.py TARGET RUNS FOLDER
+python -m tests.system.guided TARGET RUNS FOLDER
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ from pathlib import Path
 
 import atheris
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(p) for p in (TESTS, *sorted(TESTS.iterdir())) if p.is_dir()]
-
 with atheris.instrument_imports(include=["nestfed"]):
-    from test_fuzz import TARGETS
-
     from nestfed.core import NestfedError
+    from tests.system.targets import TARGETS
 
 name, runs, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 target = TARGETS[name]()

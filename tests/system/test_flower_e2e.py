@@ -248,9 +248,8 @@ def test_a_dishonest_site(federation: Local, tmp_path: Path) -> None:
     # FedAvg over the two honest ones alone.
     from dataclasses import replace
 
-    from support import simulate
-
     from nestfed.experiment.build import assemble
+    from tests.support import simulate
 
     made = assemble(study)
     clients = replace(made.clients, parts=made.clients.parts[:2], names=[])

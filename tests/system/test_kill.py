@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -25,49 +24,16 @@ from typing import Any
 
 import pytest
 import torch
-from support import simulate
-from test_contract import method, setting
-from test_engines_agree import alive, images
 
 from nestfed.algorithms import FedAvg, Scaffold
 from nestfed.core import NestfedError
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
+from tests.methods import method, setting
+from tests.support import alive, ended, forked, images, simulate
+from tests.system.study import EXPERIMENT
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-
-EXPERIMENT = """
-[data]
-name = "digits"
-binary = true
-validation = 0.25
-[partition]
-clients = 4
-[model]
-name = "mlp"
-hidden = []
-[problem]
-name = "auprc"
-outer = 2
-inner = 6
-[algorithm]
-name = "fcsg-m"
-alpha = 0.3
-beta = 0.5
-[run]
-rounds = 12
-q = 2
-[evaluation]
-metric = "ap"
-[execution]
-checkpoint_every = 2
-[methods.fedavg]
-problem = { name = "classify", batch = 8 }
-tune = { eta = [0.3, 1.0] }
-[methods.fcsg-m]
-algorithm = { beta = 0.5 }
-tune = { alpha = [0.3, 1.0] }
-"""
 
 Action = Callable[[Path], Any]
 
@@ -84,36 +50,6 @@ def imported() -> None:
         "nestfed.experiment.run",
     ):
         import_module(name)
-
-
-def child(action: Callable[[], Any], log: Path) -> int:
-    """Start a process that does something and ends with 0, with 2 after one of our sentences, with 1 after a crash."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        torch.set_num_threads(1)
-        warnings.simplefilter("default")  # being told that a run begins anew is no failure
-        action()
-        code = 0
-    except NestfedError as error:
-        os.write(2, f"{error}\n".encode())
-        code = 2
-    except SystemExit as error:
-        code = int(error.code or 0)
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-    finally:
-        os._exit(code)
-
-
-def ended(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def command(*words: str) -> Action:
@@ -162,14 +98,14 @@ def survive(action: Action, folder: Path, kills: int, seed: int) -> int:
     """Kill a run at random moments until it has died so often; compare with one that was left alone."""
     luck = random.Random(seed)
     began = time.monotonic()
-    assert ended(child(lambda: action(folder / "whole"), folder / "log")) == 0, (folder / "log").read_text()
+    assert ended(forked(lambda: action(folder / "whole"), folder / "log")) == 0, (folder / "log").read_text()
     length = time.monotonic() - began
     expected = remains(folder / "whole")
     done = 0
     for turn in itertools.count():
         out = folder / f"turn-{turn}"
         while True:
-            pid = child(lambda out=out: action(out), folder / "log")  # type: ignore[misc]
+            pid = forked(lambda out=out: action(out), folder / "log")  # type: ignore[misc]
             deadline = time.monotonic() + luck.uniform(0, length)
             code = None
             while code is None and (done >= kills or time.monotonic() < deadline):
@@ -244,7 +180,7 @@ def test_a_reproduction_is_killed(tmp_path: Path) -> None:
 
 def test_nobody_is_left_behind(tmp_path: Path) -> None:
     """A run with workers that is killed while they work takes them along, and frees its directory."""
-    pid = child(
+    pid = forked(
         lambda: simulation("scaffold", mode="loop", workers=2, rounds=100_000)(tmp_path / "out"), tmp_path / "log"
     )
     deadline = time.monotonic() + 30
@@ -255,7 +191,9 @@ def test_nobody_is_left_behind(tmp_path: Path) -> None:
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     ended(pid)
-    again = child(lambda: simulation("scaffold", mode="loop", workers=2, rounds=2)(tmp_path / "next"), tmp_path / "log")
+    again = forked(
+        lambda: simulation("scaffold", mode="loop", workers=2, rounds=2)(tmp_path / "next"), tmp_path / "log"
+    )
     assert ended(again) == 0
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -283,15 +221,15 @@ def test_a_disk_that_takes_no_more(limit: int, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         simulation("scaffold", mode="loop", workers=1)(tmp_path / "out")
 
-    code = ended(child(cramped, Path("/dev/null")))
+    code = ended(forked(cramped, Path("/dev/null")))
     assert code in (0, 2)  # a sentence, not a crash
     assert code == 2 or limit == 20_000
     record = tmp_path / "out" / "record.jsonl"
     assert not record.exists() or record.read_text()[-2:] in ("", "}\n")
     assert not list((tmp_path / "out").glob(".*.tmp"))
     act = simulation("scaffold", mode="loop", workers=1)
-    assert ended(child(lambda: act(tmp_path / "out"), tmp_path / "log")) == 0
-    assert ended(child(lambda: act(tmp_path / "whole"), tmp_path / "log")) == 0
+    assert ended(forked(lambda: act(tmp_path / "out"), tmp_path / "log")) == 0
+    assert ended(forked(lambda: act(tmp_path / "whole"), tmp_path / "log")) == 0
     assert remains(tmp_path / "out") == remains(tmp_path / "whole")
 
 
@@ -312,13 +250,13 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(16_000))
     act = simulation("scaffold", mode="loop", workers=1)
-    assert ended(child(lambda: act(small_disk / "out"), tmp_path / "log")) == 2
+    assert ended(forked(lambda: act(small_disk / "out"), tmp_path / "log")) == 2
     assert "No space left on device" in (tmp_path / "log").read_text()
     assert read_record(small_disk / "out" / "record.jsonl")[-1]["round"] >= 1
     ballast.unlink()
-    code = ended(child(lambda: act(small_disk / "out"), tmp_path / "log"))
+    code = ended(forked(lambda: act(small_disk / "out"), tmp_path / "log"))
     assert code == 0, (tmp_path / "log").read_text()
-    assert ended(child(lambda: act(tmp_path / "whole"), tmp_path / "log")) == 0
+    assert ended(forked(lambda: act(tmp_path / "whole"), tmp_path / "log")) == 0
     assert remains(small_disk / "out") == remains(tmp_path / "whole")
 
 
@@ -345,13 +283,13 @@ def test_a_read_only_directory(what: str, tmp_path: Path) -> None:
         without_privileges()
         act(out)
 
-    assert ended(child(read_only, tmp_path / "log")) == 2
+    assert ended(forked(read_only, tmp_path / "log")) == 2
     told = (tmp_path / "log").read_text()
     assert told.startswith("Cannot ")
     assert told.rstrip().endswith("Permission denied.")
     assert not list(place.iterdir())
     place.chmod(0o755)
-    assert ended(child(lambda: act(out), tmp_path / "log")) == 0
+    assert ended(forked(lambda: act(out), tmp_path / "log")) == 0
 
 
 # --- damaged files ---

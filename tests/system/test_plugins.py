@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,7 +11,72 @@ from pathlib import Path
 import pytest
 import setuptools
 
+from tests.support import in_new_process, nestfed_command
+
 ROOT = Path(__file__).parents[2]
+TINY = """
+from nestfed.core import METHODS
+
+METHODS.add("heavy-ball", "tiny.rolling:HeavyBall")
+"""
+ROLLING = '''
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nestfed.core import Algorithm, Differentiable, at, positive
+
+
+class Rolling(NamedTuple):
+    x: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class HeavyBall(Algorithm[Differentiable, Rolling]):
+    """FedAvg with local heavy-ball momentum."""
+
+    eta: float
+    mu: float = 0.9
+
+    name = "heavy-ball"
+    accepts = Differentiable
+    shared = ("x",)
+    private = ("v",)
+    cites = ("@article{polyak1964some,\\n  title = {Some Methods}\\n}",)
+    aliases = ("polyak",)
+
+    def __post_init__(self):
+        positive(self, "eta")
+
+    def init(self, problem, x0):
+        return Rolling(x0, 0 * x0)
+
+    def step(self, problem, s, batch, t):
+        v = self.mu * s.v + problem.grad(s.x, batch)
+        return Rolling(s.x - at(self.eta, t) * v, v)
+'''
+WITH_HEAVY_BALL = """
+[data]
+name = "digits"
+limit = 200
+
+[partition]
+clients = 3
+
+[problem]
+name = "classify"
+batch = 8
+
+[algorithm]
+name = "heavy-ball"
+eta = 0.01
+
+[run]
+rounds = 2
+q = 2
+"""
 FILE = re.compile(r"^`([\w/.-]+)`:\n\n```\w+\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -24,14 +88,6 @@ def install(folder: Path, module: str) -> None:
     (info / "entry_points.txt").write_text(f"[nestfed.plugins]\n{module} = {module}\n")
 
 
-def nestfed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "papers")])
-    return subprocess.run(
-        [sys.executable, "-m", "nestfed", *words], cwd=folder, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("plugin")
@@ -41,6 +97,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(content, encoding="utf-8")
     install(place, "moons")
+    (place / "tiny").mkdir()
+    (place / "tiny" / "__init__.py").write_text(TINY)
+    (place / "tiny" / "rolling.py").write_text(ROLLING)
+    install(place, "tiny")
     return place
 
 
@@ -60,23 +120,46 @@ def test_the_pyproject_names_the_entry_point(folder: Path) -> None:
 
 
 def test_its_command_is_listed_and_runs(folder: Path) -> None:
-    listed = nestfed(folder, "--help")
-    assert re.search(r"moons-count\W+Count the examples of each class\.", listed.stdout), listed.stdout + listed.stderr
-    assert re.search(r"reproduce\b", listed.stdout), "two plugins stand beside each other"
-    assert nestfed(folder, "moons-count").stdout == "class 0: 150 examples\nclass 1: 150 examples\n"
+    listed = nestfed_command("--help", cwd=folder, path=folder)
+    assert re.search(r"moons-count\W+Count the examples of each class\.", listed.out), listed
+    assert re.search(r"reproduce\b", listed.out), "two plugins stand beside each other"
+    said = nestfed_command("moons-count", cwd=folder, path=folder)
+    assert said.out == "class 0: 150 examples\nclass 1: 150 examples\n"
 
 
 def test_its_names_are_listed(folder: Path) -> None:
-    told = nestfed(folder, "list").stdout
+    listed = nestfed_command("list", cwd=folder, path=folder).out
     for kind, name in (("Datasets", "moons"), ("Networks", "waves"), ("Experiments", "moons")):
-        assert re.search(rf"{kind}:[^:]*\b{name}\b", told), told
-    assert "two half circles" in nestfed(folder, "data", "list").stdout
+        assert re.search(rf"{kind}:[^:]*\b{name}\b", listed), listed
+    (row,) = [line for line in listed.splitlines() if line.startswith("heavy-ball")]
+    assert "1 × model: x" in row
+    assert "FedAvg with local heavy-ball momentum." in row
+    assert "two half circles" in nestfed_command("data", "list", cwd=folder, path=folder).out
+    assert "polyak1964some" in nestfed_command("cite", "polyak", cwd=folder, path=folder).out
 
 
 def test_its_experiment_runs_on_its_dataset_and_network(folder: Path) -> None:
-    done = nestfed(folder, "run", "moons", "run.rounds=2", "--out", "out")
-    assert done.returncode == 0, done.stderr
-    assert "auroc" in done.stdout
+    done = nestfed_command("run", "moons", "run.rounds=2", "--out", "moons-out", cwd=folder, path=folder)
+    assert done.code == 0, done.err
+    assert "auroc" in done.out
+
+
+def test_its_method_runs(folder: Path) -> None:
+    (folder / "e.toml").write_text(WITH_HEAVY_BALL)
+    done = nestfed_command("run", "e.toml", "--out", "out", cwd=folder, path=folder)
+    assert done.code == 0, done.err
+    last = json.loads((folder / "out" / "record.jsonl").read_text().splitlines()[-1])
+    assert last["round"] == 2
+    assert 0 <= last["accuracy"] <= 1
+
+
+def test_its_method_is_found_from_python(folder: Path) -> None:
+    def make() -> None:
+        import nestfed
+
+        sys.stdout.write(repr(nestfed.algorithm("heavy-ball", eta=0.1)))
+
+    assert in_new_process(make, folder, folder).out == "HeavyBall(eta=0.1, mu=0.9)"
 
 
 @pytest.mark.parametrize(
@@ -105,8 +188,8 @@ def test_its_experiment_runs_on_its_dataset_and_network(folder: Path) -> None:
 def test_a_plugin_that_cannot_be_imported_is_one_sentence(tmp_path: Path, code: str, words: str) -> None:
     (tmp_path / "broken.py").write_text(code)
     install(tmp_path, "broken")
-    done = nestfed(tmp_path, "--help")
-    assert done.returncode == 2
-    assert done.stderr.startswith(("nestfed: The ", "nestfed: A plugin"))
-    assert done.stderr.count("\n") == 1
-    assert words in done.stderr
+    done = nestfed_command("--help", cwd=tmp_path, path=tmp_path)
+    assert done.code == 2
+    assert done.err.startswith(("nestfed: The ", "nestfed: A plugin"))
+    assert done.err.count("\n") == 1
+    assert words in done.err

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from nestfed_papers.toys import Quadratic
-from support import simulate
 
 from nestfed.algorithms import Scaffold
 from nestfed.engine.record import read as read_record
+from tests.support import simulate
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

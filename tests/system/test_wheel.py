@@ -11,9 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_kill import EXPERIMENT
 
 from nestfed.core import __version__
+from tests.system.study import EXPERIMENT
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("matplotlib", "flwr", "tensorboard", "pyarrow", "dp_accounting", "mkdocs", "pytest")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import pickle
 
-import boxes
 import numpy as np
 import pytest
 
 from nestfed.core import NestfedError, at
 from nestfed.theory import COMPLEXITY, METHODS, CubeRoot, Squared, adaptive, prescribe
 from nestfed.theory.base import sum_of_cubes
+from tests.algorithms import boxes
 
 BOUNDED = [name for name, row in METHODS.items() if row.bound is not None]
 RATE = {

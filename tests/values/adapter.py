@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import SETTINGS  # the toys in tests/cases.py
 from nestfed_papers import language, omniglot
 from torch import nn
 
@@ -37,9 +36,9 @@ from nestfed.engine.simulate import simulate
 from nestfed.models import build as network
 from nestfed.problems.classify import Classify
 from nestfed.problems.maml import MAML
+from tests.toys import SETTINGS
 
-from . import TESTS
-
+ROOT = Path(__file__).resolve().parents[2]
 Values = dict[str, Any]
 Settings = Mapping[str, Any]
 LEFT_OUT = ("seconds",)
@@ -144,14 +143,14 @@ def on_two_ranks(runs: Mapping[str, Settings]) -> Values:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "runs.json").write_text(json.dumps(dict(runs)))
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "values.rank", name],
+                [sys.executable, "-m", "tests.values.rank", name],
                 env={**os.environ, **told, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
             )
             for rank in range(2)
@@ -164,24 +163,22 @@ def on_two_ranks(runs: Mapping[str, Settings]) -> Values:
 
 def over_flower(settings: Settings) -> Values:
     """Run as a coordinator and sites that pass Flower's messages, all in this process."""
-    import test_flower as flower  # the network in memory of tests/test_flower.py
     from pytest import MonkeyPatch  # noqa: PT013
 
+    from nestfed.deploy.flower import Custom
+    from nestfed.experiment.build import Assembly
     from nestfed.experiment.spec import RunSpec
+    from tests import flower
 
     s = _complete(settings)
     problem, clients = _toy(s["toy"], s["clients"])
     method = algorithms.build(s["method"], **s["hyper"])
     spec = RunSpec(rounds=s["rounds"], q=s["local_steps"], seed=s["seed"])
-    made = flower.Assembly(problem, method, clients, lambda model: {}, "")
+    made = Assembly(problem, method, clients, lambda model: {}, "")
     with tempfile.TemporaryDirectory() as name, MonkeyPatch.context() as patch:
-        clock = flower.Clock()
-        for module in (flower.server, flower.roster, flower.rounds_of):
-            patch.setattr(module, "time", clock)
-        for field in ("_run_id", "_node_id", "_task_id"):
-            patch.setattr(flower.TaskIdentity, field, 1)
+        flower.alone(patch)
         folder = Path(name)
-        flower.deploy(flower.Custom(s["method"], lambda: made, spec, exchange=_exchange(s)), folder, len(clients))
+        flower.deploy(Custom(s["method"], lambda: made, spec, exchange=_exchange(s)), folder, len(clients))
         state = flower.checkpointed(folder)
         history = read_record(folder / "run" / "record.jsonl")
     kept = {k: v for k, v in state.items() if k.startswith(("shared.", "server."))}

@@ -6,9 +6,9 @@ import tempfile
 from functools import partial
 from typing import Any
 
-from . import adapter
-from .adapter import Settings, Values
-from .registry import SINGLE, case
+from tests.values import adapter
+from tests.values.adapter import Settings, Values
+from tests.values.registry import SINGLE, case
 
 SERVER = {"eta": 0.05, "eta_g": 0.05, "tau": 0.01}
 STAGES = {"eta": 0.1, "gamma": 10.0, "T0": 6}

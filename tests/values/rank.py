@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from .adapter import simulated
-from .registry import plain
+from tests.values.adapter import simulated
+from tests.values.registry import plain
 
 
 def main(folder: Path, rank: str) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ def case(name: str, **how: Any) -> Callable[[Callable[[], Any]], Callable[[], An
         return values
 
     return register
+
+
+def every_case() -> dict[str, Case]:
+    """Import the files of cases, which registers them, and return all."""
+    for name in ("cases", "studies", "tables"):
+        import_module(f"tests.values.{name}")
+    return CASES
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -17,10 +17,7 @@ from typing import Any
 import torch
 
 import nestfed
-
-from . import TESTS
-from .registry import CASES, Case, differences, expected, plain, store
-from .test_values import MODULES
+from tests.values.registry import EXPECTED, Case, differences, every_case, expected, plain, store
 
 
 def main() -> int:
@@ -30,14 +27,13 @@ def main() -> int:
     how.add_argument("--write", action="store_true", help="store the values; all others stay as they are")
     how.add_argument("--bits", type=Path, metavar="FILE", help="write all values, floats to the last bit")
     given = parser.parse_args()
-    if Path(nestfed.__file__).resolve().parents[1] != TESTS.parent:
+    if Path(nestfed.__file__).resolve().parents[1] != EXPECTED.parents[2]:
         tell(f"The library comes from {nestfed.__file__}: set PYTHONPATH to this checkout.")
         return 2
-    assert MODULES  # importing them registers the cases
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     logging.disable(logging.INFO)  # Flower tells of every round
     torch.set_num_threads(1)  # as in the tests: more threads add in another order
-    chosen = [c for c in CASES.values() if not given.prefixes or c.name.startswith(tuple(given.prefixes))]
+    chosen = [c for c in every_case().values() if not given.prefixes or c.name.startswith(tuple(given.prefixes))]
     found: dict[str, Any] = {}
     for one in chosen:
         began = time.perf_counter()
@@ -60,9 +56,10 @@ def check(chosen: list[Case], found: dict[str, Any]) -> int:
 
 
 def write(found: dict[str, Any], all_of_them: bool) -> int:
-    for group in dict.fromkeys(c.group for c in CASES.values()):
-        new = {name: values for name, values in found.items() if CASES[name].group == group}
-        old = {} if all_of_them else {k: v for k, v in expected(group).items() if k in CASES}
+    cases = every_case()
+    for group in dict.fromkeys(c.group for c in cases.values()):
+        new = {name: values for name, values in found.items() if cases[name].group == group}
+        old = {} if all_of_them else {k: v for k, v in expected(group).items() if k in cases}
         if new:
             store(group, {**old, **new})
     tell(f"{len(found)} cases are stored.")

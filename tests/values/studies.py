@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from . import adapter
-from .registry import SINGLE, case
+from tests.values import adapter
+from tests.values.registry import SINGLE, case
 
 case("data/divided")(partial(adapter.divided, [i * i % 5 for i in range(40)], 4, 3))
 

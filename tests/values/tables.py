@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from . import adapter
-from .adapter import Values
-from .registry import DOUBLE, SINGLE, case
+from tests.values import adapter
+from tests.values.adapter import Values
+from tests.values.registry import DOUBLE, SINGLE, case
 
 Row = dict[str, Any]
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from . import cases, studies, tables
-from .registry import CASES, EXPECTED, Case, differences, expected, plain
+from tests.values.registry import EXPECTED, Case, differences, every_case, expected, plain
 
-MODULES = (cases, studies, tables)
-"""Importing them registers the cases."""
+CASES = every_case()
 
 
 @pytest.mark.parametrize("one", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * c.slow) for c in CASES.values()])

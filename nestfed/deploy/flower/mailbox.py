@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 
 HELLO = "query.hello"
 DAY = 86400.0
@@ -53,4 +53,5 @@ class Mailbox:
 
 def _weight(message: Message) -> int:
     """Return the bytes of a message as Flower sends it, without HTTP and TLS."""
-    return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+    with no_object_id_recompute():  # or every part would be hashed once for each record around it
+        return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())

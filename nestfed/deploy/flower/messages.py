@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +59,13 @@ class Custom:
         tables = {k: asdict(getattr(self, k)) for k in ("run", "evaluation", "exchange", "execution")}
         return {"custom": self.name, "algorithm": repr(self.make().algorithm), **tables}
 
+    @cached_property  # every message has it, and `make` may read data
+    def _digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.resolved(), sort_keys=True).encode()).hexdigest()[:10]
+
     def digest(self) -> str:
         """Return a short hash of these settings."""
-        return hashlib.sha256(json.dumps(self.resolved(), sort_keys=True).encode()).hexdigest()[:10]
+        return self._digest
 
 
 def study_of(source: Any) -> Any:

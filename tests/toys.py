@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from nestfed_papers.toys import ToyClients
-from support import simulate
 from torch import Tensor
 
 from nestfed.core import Batch, Data, SolvableSaddle, as_batch
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
+from tests.support import simulate
 
 D, P, B, M, TASKS, SAMPLED = 3, 4, 2, 3, 4, 2
 SEED = 5

@@ -278,6 +278,8 @@ class Tape:
     examples: int = 0
     evaluations: int = 0
     loss: Tensor | None = None
+    clip: Tensor | None = None
+    """The factor that clips the gradient at the current point; a correction uses it at both of its points."""
 
     def note(self, examples: int, loss: Tensor | None = None) -> None:
         """Add one evaluation; the first loss is the one at the current point."""
@@ -428,6 +430,8 @@ class Problem(ABC):
     kinds: ClassVar[str]
     random: bool = False
     """Evaluations draw random numbers (dropout), so batches need keys."""
+    sequential: bool = False
+    """Some of these numbers come from torch's generator, which cannot be vectorised: clients run one by one."""
     planar: bool = False
     """The model has 2-d convolutions, which are faster with the channels last."""
     heavy: bool = False
@@ -452,6 +456,17 @@ class Problem(ABC):
 
     def to(self, device: torch.device) -> None:  # noqa: B027 - by default there is nothing to move
         """Move the problem's tensors, including x0, to a device."""
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the parameters in x."""
+        return {"x": tuple(self.x0.shape)}
+
+    def inspect(self, batch: Batch) -> bool:
+        """Evaluate a batch at x0 before training; return whether the loss depends on the parameters.
+
+        A problem may also find out here whether it is `random` and `sequential`.
+        """
+        return True
 
 
 class Differentiable(Problem):

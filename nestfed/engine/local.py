@@ -17,6 +17,7 @@ from nestfed.data.random import Streams
 from nestfed.engine.encode import RESIDUAL
 from nestfed.engine.intercept import WrongNumberError, intercepted, reject_infinite, timed, watched
 from nestfed.engine.options import Exchange
+from nestfed.engine.probe import blamed
 from nestfed.engine.program import TAP, AnyAlgorithm, Program, Report, Span, dropout_keys
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
 from nestfed.engine.store import Store, Tables
@@ -140,7 +141,7 @@ class Local:
         with reply.lap("drawing"):
             kept = self.store.read(order, start, stop)
             inputs = self._inputs(order, received, kept, start, stop)
-        with reply.lap("running"), self._blamed(ns, order.round):
+        with reply.lap("running"), blamed(self.clients.label, ns, order.round):
             fields, private, report = self._rounds(program, inputs)
             if self.compiling:
                 reply.laps["compiling"] = reply.laps.get("compiling", 0.0) + self.compiling
@@ -267,21 +268,6 @@ class Local:
         return packed | tap, {RESIDUAL + k: v for k, v in lost.items()}
 
     # -- errors with their location
-
-    @contextmanager
-    def _blamed(self, ns: Sequence[int], round: int) -> Iterator[None]:
-        """Turn an error in the user's f, g or model into a message with client and round; keep the cause attached."""
-        try:
-            yield
-        except NestfedError:
-            raise
-        except Exception as error:
-            label = self.clients.label
-            who = f"client {label(ns[0])}" if len(ns) == 1 else f"clients {label(ns[0])} to {label(ns[-1])}"
-            reason = " ".join(str(error).split("\n\n")[0].split())
-            raise NestfedError(
-                f"The model or the objective failed at {who} in round {round + 1}: {type(error).__name__}: {reason}"
-            ) from error
 
     def _culprit(self, program: Program, inputs: Inputs, round: int, n: int, i: int) -> str:
         """Rerun a client's round and describe the first number that became infinite or NaN."""

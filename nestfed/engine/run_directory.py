@@ -149,6 +149,10 @@ class RunDirectory:
 
     def judge(self, state: RunState, values: Mapping[str, float]) -> None:
         """Add metrics to the line of a state, and keep its point if it is the best."""
+        known = next((metrics_of(r) for r in self.history if metrics_of(r)), {})
+        if known and values and set(known) != set(values):
+            where = "the record of this run" if self.path is None else f"the record in {self.path}"
+            raise NestfedError(f"The evaluation returns {', '.join(values)}, but {where} has {', '.join(known)}.")
         if not self.history or self.history[-1]["round"] != state.round:
             self.history.append(state.record(None, None, 0))
         self.history[-1] |= values

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from nestfed import metrics
 from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch
+from nestfed.engine import probe
 from nestfed.engine.federation import Failing, Federation
 from nestfed.engine.local import Local
 from nestfed.engine.loop import Plan, drive
@@ -25,12 +28,15 @@ from nestfed.engine.progress import Progress
 from nestfed.engine.ranks import Group, Ranks
 from nestfed.engine.round import Record, Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
+from nestfed.engine.schedules import check_schedules, described
 from nestfed.engine.store import Tables, private_fields
 from nestfed.engine.workers import Workers
 from nestfed.files import locked, make_directory, write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
+
+LOG = logging.getLogger("nestfed.engine")
 
 SMALL = 200_000
 """Vectorise dense models with at most this many parameters over clients."""
@@ -114,6 +120,7 @@ def simulate(
     if start.shape != problem.x0.shape:
         raise NestfedError(f"x0 has shape {tuple(start.shape)}, but the model has {problem.x0.numel()} parameters.")
     N = len(clients)
+    probe.inspect(problem, clients, seed, probe.some(N))
     noise = Noise.plan(exchange, N)
     statement = noise.statement(rounds, method.shared) if noise else ""
     path = None if directory is None else make_directory(Path(directory))
@@ -142,7 +149,9 @@ def simulate(
             return found
 
         plan = Plan(rules, rounds, q, seed, evaluation, judge if evaluate or measure else None)
-        identity = f"{method!r} q={q} seed={seed} N={N} d={start.numel()} {exchange!r}"
+        if path is not None:
+            _compare(path, problem, clients, seed, start, federation, group)
+        identity = f"{described(method)} q={q} seed={seed} N={N} d={start.numel()} {exchange!r}"
         book = RunDirectory(
             path, identity, federation, point=method.point, rounds=rounds, evaluation=evaluation,
             checkpoint_every=execution.checkpoint_every, leads=group.leads,
@@ -163,6 +172,23 @@ def simulate(
             x, problem.module(x), book.history, dict(state.shared), dict(federation.own()), _profile(book.laps),
             statement,
         )  # fmt: skip
+
+
+def _compare(
+    path: Path, problem: Problem, clients: Clients, seed: int, start: Tensor, federation: Federation, group: Group
+) -> None:
+    """Reject a directory that contains a run of another problem; every rank raises the error of the first."""
+    sentence, error = "", ""
+    if group.leads:
+        try:
+            sentence = probe.check(path, probe.Probe.of(problem, clients, seed, start))
+        except NestfedError as found:
+            error = str(found)
+    error = federation.agree(error)
+    if error:
+        raise NestfedError(error)
+    if sentence:
+        warnings.warn(sentence, stacklevel=3)
 
 
 def _federation(
@@ -210,6 +236,7 @@ def _check(
             "evaluation.keep = 'uniform' needs exchange.reduce = 'mean', because it averages the clients' points."
         )
     method.ends_round(0, q)
+    check_schedules(method, rounds, q)
 
 
 def _some(clients: Clients, method: AnyAlgorithm) -> int:
@@ -227,6 +254,14 @@ def _vectorise(execution: Execution, problem: Problem, clients: Clients) -> bool
     Measured: it is faster for small dense models (fivefold at a few thousand parameters) and slower for convolutions
     and recurrent models, whose batched kernels are slow.
     """
+    if problem.sequential:
+        if execution.mode == "vmap" or execution.compile:
+            raise NestfedError(
+                "The model or the objective draws random numbers (other than dropout) that cannot be vectorised over "
+                "clients: use mode = 'loop' without compile."
+            )
+        LOG.info("Clients run one after another, because the model draws random numbers that cannot be vectorised.")
+        return False
     if execution.mode != "auto" or execution.compile:
         return execution.mode != "loop"
     return len(clients) > 1 and not problem.heavy and clients.alike and problem.x0.numel() <= SMALL

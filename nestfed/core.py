@@ -9,7 +9,7 @@ import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -278,8 +278,6 @@ class Tape:
     examples: int = 0
     evaluations: int = 0
     loss: Tensor | None = None
-    clip: Tensor | None = None
-    """The factor that clips the gradient at the current point; a correction uses it at both of its points."""
 
     def note(self, examples: int, loss: Tensor | None = None) -> None:
         """Add one evaluation; the first loss is the one at the current point."""
@@ -305,6 +303,13 @@ class Batch:
     """The dtype of matrix products and convolutions; None = the dtype of the state."""
     pieces: int = 1
     """Evaluate the batch in this many pieces, one after another, to save memory."""
+    clips: bool = True
+    """The problem clips its gradients, if it has a clipping norm."""
+
+    @property
+    def raw(self) -> Batch:
+        """The same batch without clipping, for a method that corrects an estimate and clips that (`Problem.clipped`)."""
+        return replace(self, clips=False)
 
     def note(self, examples: int, loss: Tensor | None = None) -> None:
         """Count one evaluation on this many examples, and record the loss if it is known.
@@ -445,6 +450,10 @@ class Problem(ABC):
     def project(self, x: Tensor) -> Tensor:
         """Return the nearest feasible point; by default all points are feasible."""
         return x
+
+    def clipped(self, estimate: Tensor) -> Tensor:
+        """Return an estimate of the gradient, shortened to the problem's clipping norm if it has one."""
+        return estimate
 
     def bind(self, x: Tensor, *, train: bool = False) -> Any:
         """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module."""

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,6 +175,12 @@ def simulate(
         )  # fmt: skip
 
 
+@cache
+def _warm_up() -> None:
+    """Load what torch imports at its first vectorised gradient, so that no run's seconds include it."""
+    torch.vmap(torch.func.grad_and_value(torch.sum))(torch.zeros(2, 1))
+
+
 def _compare(
     path: Path, problem: Problem, clients: Clients, seed: int, start: Tensor, federation: Federation, group: Group
 ) -> None:
@@ -198,6 +205,8 @@ def _federation(
     """Return the federation: clients in this process or in workers, on one rank or several."""
     device, N = torch.device(execution.device), len(clients)
     vectorised = _vectorise(execution, problem, clients)
+    if vectorised:
+        _warm_up()
     workers = _processes(execution.workers, vectorised, problem, device, exchange.participants(N) // group.count)
     fields = private_fields(method, template, exchange.encoding)
     limit = round(execution.memory_gb * 1e9)

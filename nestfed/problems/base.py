@@ -161,17 +161,14 @@ class _Modelled(Problem):
         value = _one_number("f", value)
         return value if self.penalty is None else value + _one_number("penalty", self.penalty(model))
 
-    def _clipped(self, gradient: Tensor, sample: Batch) -> Tensor:
-        """Clip a gradient, by the factor of the first one in this step.
-
-        A variance-reduced step subtracts the gradients of one batch at two points. Clipped separately, their difference
-        would be as large as a gradient even if the points are close, so both are clipped by one factor.
-        """
+    def clipped(self, estimate: Tensor) -> Tensor:
+        """Return an estimate of the gradient, shortened to the norm `clip`."""
         if self.clip is None:
-            return gradient
-        if sample.tape.clip is None:
-            sample.tape.clip = (self.clip / gradient.norm().clamp_min(1e-30)).clamp(max=1.0)
-        return gradient * sample.tape.clip
+            return estimate
+        return estimate * (self.clip / estimate.norm().clamp_min(1e-30)).clamp(max=1.0)
+
+    def _clipped(self, gradient: Tensor, sample: Batch) -> Tensor:
+        return self.clipped(gradient) if sample.clips else gradient
 
     def _depends(self, loss: Callable[[Tensor], Tensor]) -> bool:
         """Return whether a loss depends on the parameters; find out whether it draws random numbers, and how."""

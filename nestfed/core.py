@@ -415,7 +415,10 @@ def as_clients(clients: object) -> Clients:
     kind = type(clients).__name__
     if not isinstance(clients, Sampler):
         missing = "sample(n, t)" if isinstance(clients, Sized) else "__len__"
-        raise NestfedError(f"{kind} has no {missing}, but clients need __len__ and sample(n, t).")
+        raise NestfedError(
+            f"{kind} has no {missing}, but clients need __len__ and sample(n, t); for arrays use "
+            'Examples.of({"a": (x1, y1), "b": (x2, y2)}, batch=32).'
+        )
     more = sorted({name for name in vars(Clients) if not name.startswith("_")} & set(dir(clients)) - {"sample"})
     if more:
         raise NestfedError(f"{kind} has {', '.join(more)} but is not a nestfed.core.Clients: subclass it.")

@@ -138,7 +138,7 @@ class Local:
             problem, self.method, self.template, order.span, not self.vectorised, order.tap,
             precision=self.precision, pieces=self.pieces,
         )  # fmt: skip
-        with reply.lap("drawing"):
+        with reply.lap("drawing"), blamed(self.clients.label, ns, order.round, "The clients' sample"):
             kept = self.store.read(order, start, stop)
             inputs = self._inputs(order, received, kept, start, stop)
         with reply.lap("running"), blamed(self.clients.label, ns, order.round):
@@ -290,10 +290,15 @@ class Local:
             numbers = [v[i] for v in leaves if isinstance(v, Tensor) and v.is_floating_point()]
             if not all(bool(torch.isfinite(v).all()) for v in numbers):
                 return f"The data contain infinite or NaN values {step}, so {wrong} became infinite or NaN."
-            name = str(wrong).replace("the ", "The ", 1)
+            name = str(wrong).removeprefix("the ")
+            if now == 0:
+                return (
+                    f"The {name} is infinite or NaN {step}, although the starting point and the data are finite: look "
+                    "for a division by 0 or a logarithm or root of 0 in f or the model."
+                )
             return (
-                f"{name} became infinite, NaN or too large {step}: the step size is too large, or the data contain such "
-                "values."
+                f"The {name} became infinite, NaN or too large {step}, although the data are finite: the step size is too "
+                "large, or f or the model divides by 0 or takes a logarithm or root of 0."
             )
         return f"A number became infinite or NaN {where} in its upload or private fields after round {round + 1}."
 

@@ -27,8 +27,10 @@ TOLERANCE = 1e-4
 
 
 @contextmanager
-def blamed(label: Callable[[int], str], ns: Sequence[int], round: int) -> Iterator[None]:
-    """Turn an error in the user's f, g or model into a message with client and round; keep the cause attached."""
+def blamed(
+    label: Callable[[int], str], ns: Sequence[int], round: int, what: str = "The model or the objective"
+) -> Iterator[None]:
+    """Turn an error in the user's own code into a message with client and round; keep the cause attached."""
     try:
         yield
     except NestfedError:
@@ -36,9 +38,7 @@ def blamed(label: Callable[[int], str], ns: Sequence[int], round: int) -> Iterat
     except Exception as error:
         who = f"client {label(ns[0])}" if len(ns) == 1 else f"clients {label(ns[0])} to {label(ns[-1])}"
         reason = " ".join(str(error).split("\n\n")[0].split())
-        raise NestfedError(
-            f"The model or the objective failed at {who} in round {round + 1}: {type(error).__name__}: {reason}"
-        ) from error
+        raise NestfedError(f"{what} failed at {who} in round {round + 1}: {type(error).__name__}: {reason}") from error
 
 
 def inspect(problem: Problem, clients: Clients, seed: int, among: Sequence[int]) -> None:
@@ -63,7 +63,15 @@ def some(clients: int) -> list[int]:
 def first_batch(problem: Problem, clients: Clients, seed: int, n: int) -> Batch:
     """Return client n's batch at t = 0, as a run evaluates it."""
     key = dropout_keys(Streams(seed), [n], Span(0, 1), problem.x0.device)[0, 0]
-    return Batch(clients.sample(n, 0), key, eager=True)
+    with blamed(clients.label, [n], 0, "The clients' sample"):
+        data = clients.sample(n, 0)
+    for leaf in tree_leaves(data):
+        if not isinstance(leaf, Tensor):
+            raise NestfedError(
+                f"The batch of client {clients.label(n)} contains {leaf!r}: sample must return tensors, or tuples, lists "
+                "and dictionaries of tensors."
+            )
+    return Batch(data, key, eager=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class Probe:
         for n in some(len(clients)):
             batch = first_batch(problem, clients, seed, n)
             name = clients.label(n)
-            batches[name] = [_summary(leaf) for leaf in tree_leaves(batch.data) if isinstance(leaf, Tensor)]
+            batches[name] = [_summary(leaf) for leaf in tree_leaves(batch.data)]
             with blamed(clients.label, [n], 0):
                 gradients[name] = _sketch(_gradient(problem, start, batch))
         return cls(problem.parameters(), batches, gradients)

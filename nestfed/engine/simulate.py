@@ -127,6 +127,10 @@ def simulate(
     path = None if directory is None else make_directory(Path(directory))
     with locked(path) if path is not None and group.leads else nullcontext():
         template = method.init(problem, start)
+        if absent := [k for k in (*method.shared, *method.private) if k not in template._fields]:
+            raise NestfedError(
+                f"{method.name} declares the field {absent[0]!r}, but its state has {', '.join(template._fields)}."
+            )
         state = RunState.start(method, template, N)
         federation = _federation(problem, method, clients, template, state, seed, exchange, execution, path, group)
         del template
@@ -144,9 +148,9 @@ def simulate(
                 return found
             if evaluate is not None:
                 with torch.no_grad():
-                    found |= {k: float(v) for k, v in evaluate(problem.bind(state.shared[method.point])).items()}
+                    found |= _named("evaluate", evaluate(problem.bind(state.shared[method.point])))
             if measure is not None:
-                found |= {k: float(v) for k, v in measure(state.shared, private).items()}
+                found |= _named("measure", measure(state.shared, private))
             return found
 
         plan = Plan(rules, rounds, q, seed, evaluation, judge if evaluate or measure else None)
@@ -173,6 +177,14 @@ def simulate(
             x, problem.module(x), book.history, dict(state.shared), dict(federation.own()), _profile(book.laps),
             statement,
         )  # fmt: skip
+
+
+def _named(function: str, values: Any) -> dict[str, float]:
+    """Return what the user's function measured as named numbers."""
+    try:
+        return {str(k): float(v) for k, v in values.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise NestfedError(f"{function} must return named numbers such as {{'ap': 0.9}}, not {values!r}.") from None
 
 
 @cache

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestfed import AUPRC, FAFED, FCSGM, STEM, AccFCSGM, Examples, Execution, FedAvg, Minimize, Pairs, simulate
-from nestfed.core import NestfedError
+from nestfed import (
+    AUPRC,
+    FAFED,
+    FCSGM,
+    STEM,
+    AccFCSGM,
+    Examples,
+    Execution,
+    FedAvg,
+    FederatedAUC,
+    Minimize,
+    Pairs,
+    simulate,
+)
+from nestfed.core import NestfedError, Server
 from nestfed.engine import probe
 
 rng = np.random.default_rng(0)
@@ -416,3 +430,95 @@ def test_an_estimate_is_never_longer_than_the_clipping_norm() -> None:
     for method in (AccFCSGM(0.1), STEM(0.1), FAFED(0.1), FCSGM(0.1)):
         shared = simulate(problem, method, clients(), rounds=3, q=2, progress=False).shared
         assert shared[method.shared[1]].norm() <= 0.01 * (1 + 1e-5)
+
+
+# --- One clear sentence each
+
+
+class Worded:
+    """Clients whose batches contain text."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def sample(self, n: int, t: int) -> Any:
+        return X[:4], ["a", "b"]
+
+
+class Failing(Examples):
+    """Clients whose second one cannot be read after the first iteration."""
+
+    def indices(self, n: int, t: int) -> np.ndarray:
+        if n == 1 and t:
+            raise OSError("disk on fire")
+        return super().indices(n, t)
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A dataset without a length."""
+
+    def __iter__(self) -> Any:
+        yield X[0], 0
+
+
+class Renaming(Server):
+    """Returns another field than it got."""
+
+    def update(self, state: Any, old: Any, mean: Any, fraction: float) -> Any:
+        return state, {"y": mean["x"]}
+
+
+@dataclass(frozen=True)
+class Renamed(FedAvg):
+    """FedAvg with that server."""
+
+    name = "renamed"
+
+    @property
+    def server(self) -> Server:
+        return Renaming()
+
+
+@dataclass(frozen=True)
+class Undeclared(FedAvg):
+    """Declares a field that its state lacks."""
+
+    name = "undeclared"
+    shared = ("x", "z")
+
+
+def nan(model: Any, batch: Any) -> Tensor:
+    return logistic(model, batch) * torch.log(torch.zeros(()))
+
+
+LOOP = Execution(mode="loop", workers=2)
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a list": (lambda: run(some=[(X, Y)]), r"list has no sample\(n, t\).*for arrays use Examples.of"),
+    "text": (lambda: run(some=Worded()), "The batch of client 0 contains 'a': sample must return tensors"),
+    "names": (lambda: Examples.of({"a": (np.array(["x", "y"]),)}), "Clients hold arrays of numbers, but got ndarray"),
+    "a stream": (lambda: FederatedAUC(rounds=1).fit([Stream(), Stream()]), "without a length .* IterableDataset"),
+    "a float": (lambda: run(evaluate=lambda m: 0.5), r"evaluate must return named numbers such as .*, not 0.5\."),
+    "a word": (lambda: run(measure=lambda s, p: {"a": "b"}), "measure must return named numbers"),
+    "a column": (lambda: run(evaluate=lambda m: {"loss": 1.0}), "'loss', which is a column of the record"),
+    "a server": (lambda: run(method=Renamed(0.1)), "The server of renamed returns the fields y, but it shares x"),
+    "a field": (lambda: run(method=Undeclared(0.1)), "undeclared declares the field 'z', but its state has x"),
+    "NaN": (lambda: run(nan), "The loss is infinite or NaN at client site 0, iteration 0 .* in f or the model"),
+    "a worker": (
+        lambda: run(some=Failing.of({"a": (X, Y), "b": (X, Y)}, batch=4), execution=LOOP),
+        r"^The clients' sample failed at client b in round 1: OSError: disk on fire$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_clear_sentence(case: str) -> None:
+    call, sentence = WRONG[case]
+    with pytest.raises(NestfedError, match=sentence) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_numpy_arrays_are_accepted() -> None:
+    parts = [np.arange(n, 60, 3) for n in range(3)]
+    arrays = Examples((X.numpy(), Y.numpy()), parts, batch=6)  # type: ignore[arg-type]
+    assert torch.equal(run(some=arrays).x, run(some=Examples((X, Y), parts, batch=6)).x)

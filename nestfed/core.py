@@ -10,7 +10,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -336,6 +336,13 @@ class Batch:
     """The dtype of matrix products and convolutions; None = the dtype of the state."""
     pieces: int = 1
     """Evaluate the batch in this many pieces, one after another, to save memory."""
+    clips: bool = True
+    """The problem clips its gradients, if it has a clipping norm."""
+
+    @property
+    def raw(self) -> Batch:
+        """The same batch without clipping, for a method that corrects an estimate and clips that (`Problem.clipped`)."""
+        return replace(self, clips=False)
 
     def note(self, examples: int, loss: Tensor | None = None) -> None:
         """Count one evaluation on this many examples, and record the loss if it is known.
@@ -441,7 +448,10 @@ def as_clients(clients: object) -> Clients:
     kind = type(clients).__name__
     if not isinstance(clients, Sampler):
         missing = "sample(n, t)" if isinstance(clients, Sized) else "__len__"
-        raise NestfedError(f"{kind} has no {missing}, but clients need __len__ and sample(n, t).")
+        raise NestfedError(
+            f"{kind} has no {missing}, but clients need __len__ and sample(n, t); for arrays use "
+            'Examples.of({"a": (x1, y1), "b": (x2, y2)}, batch=32).'
+        )
     more = sorted({name for name in vars(Clients) if not name.startswith("_")} & set(dir(clients)) - {"sample"})
     if more:
         raise NestfedError(f"{kind} has {', '.join(more)} but is not a nestfed.core.Clients: subclass it.")
@@ -461,6 +471,8 @@ class Problem(ABC):
     kinds: ClassVar[str]
     random: bool = False
     """Evaluations draw random numbers (dropout), so batches need keys."""
+    sequential: bool = False
+    """Some of these numbers come from torch's generator, which cannot be vectorised: clients run one by one."""
     planar: bool = False
     """The model has 2-d convolutions, which are faster with the channels last."""
     heavy: bool = False
@@ -475,6 +487,10 @@ class Problem(ABC):
         """Return the nearest feasible point; by default all points are feasible."""
         return x
 
+    def clipped(self, estimate: Tensor) -> Tensor:
+        """Return an estimate of the gradient, shortened to the problem's clipping norm if it has one."""
+        return estimate
+
     def bind(self, x: Tensor, *, train: bool = False) -> Any:
         """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module."""
         return x
@@ -485,6 +501,17 @@ class Problem(ABC):
 
     def to(self, device: torch.device) -> None:  # noqa: B027 - by default there is nothing to move
         """Move the problem's tensors, including x0, to a device."""
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the parameters in x."""
+        return {"x": tuple(self.x0.shape)}
+
+    def inspect(self, batch: Batch) -> bool:
+        """Evaluate a batch at x0 before training; return whether the loss depends on the parameters.
+
+        A problem may also find out here whether it is `random` and `sequential`.
+        """
+        return True
 
 
 class Differentiable(Problem):

@@ -149,9 +149,10 @@ class STEM(Algorithm[Differentiable, Recursive]):
 
     def step(self, problem: Differentiable, s: Recursive, batch: Batch, t: int) -> Recursive:
         """Estimate at x_t, then move."""
-        d = problem.grad(s.x, batch)
+        d = problem.grad(s.x, batch.raw)
         if t > 0:
-            d = d + (1 - self.momentum(t)) * (s.d - problem.grad(s.last, batch))
+            d = d + (1 - self.momentum(t)) * (s.d - problem.grad(s.last, batch.raw))
+        d = problem.clipped(d)
         return Recursive(problem.project(s.x - at(self.eta, t) * d), d, s.x)
 
 
@@ -264,11 +265,11 @@ class FAFED(Algorithm[Differentiable, Preconditioned]):
             g = problem.grad(s.x, batch)  # line 2
             return s._replace(m=g, v=self.square(g), last=s.x)
         x = problem.project(s.x - at(self.eta, t - 1) * s.m / s.A)  # lines 3, 12, 15
-        g = problem.grad(x, batch)  # line 6
-        m = g + (1 - self.momentum(t)) * (s.m - problem.grad(s.last, batch))  # lines 6, 7
+        g = problem.grad(x, batch.raw)  # line 6
+        m = g + (1 - self.momentum(t)) * (s.m - problem.grad(s.last, batch.raw))  # lines 6, 7
         beta = at(self.beta, t)
-        v = beta * s.v + (1 - beta) * self.square(g)  # line 8
-        return s._replace(x=x, m=m, v=v, last=x)
+        v = beta * s.v + (1 - beta) * self.square(problem.clipped(g))  # line 8
+        return s._replace(x=x, m=problem.clipped(m), v=v, last=x)
 
     def square(self, g: Tensor) -> Tensor:
         """Return g², coordinate by coordinate, or ‖g‖² in the norm version."""

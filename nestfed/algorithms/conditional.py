@@ -118,9 +118,10 @@ class AccFCSGM(Algorithm[Differentiable, Corrected]):
 
     def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
         """Correct the estimator with the same batch at the previous point, then move."""
-        u = problem.grad(s.x, batch)  # line 2
+        u = problem.grad(s.x, batch.raw)  # line 2
         if t > 0:
-            u = u + (1 - at(self.beta, t)) * (s.u - problem.grad(s.last, batch))  # line 13
+            u = u + (1 - at(self.beta, t)) * (s.u - problem.grad(s.last, batch.raw))  # line 13
+        u = problem.clipped(u)
         return Corrected(problem.project(s.x - at(self.alpha, t) * u), u, s.x)  # lines 7, 9
 
 
@@ -166,7 +167,8 @@ class BSpiderBoost(Algorithm[Differentiable, Corrected]):
 
     def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
         """Restart the estimator, or add its change on one batch."""
-        u = problem.grad(s.x, batch)
+        u = problem.grad(s.x, batch.raw)
         if not self.restarts(t):
-            u = s.u + u - problem.grad(s.last, batch)
+            u = s.u + u - problem.grad(s.last, batch.raw)
+        u = problem.clipped(u)
         return Corrected(problem.project(s.x - at(self.alpha, t) * u), u, s.x)

@@ -377,11 +377,12 @@ class FMGDA(Algorithm[Saddle, RecursivePlayers]):
 
     def step(self, problem: Saddle, s: RecursivePlayers, batch: Batch, t: int) -> RecursivePlayers:
         """Correct both estimators with the same batch at the previous point, then move both players."""
-        u, v = problem.grads(s.theta, s.w, batch)  # line 2
+        u, v = problem.grads(s.theta, s.w, batch.raw)  # line 2
         if t > 0:
-            g, h = problem.grads(s.last_theta, s.last_w, batch)
+            g, h = problem.grads(s.last_theta, s.last_w, batch.raw)
             u = u + (1 - at(self.alpha, t)) * (s.u - g)  # line 15
             v = v + (1 - at(self.beta, t)) * (s.v - h)  # line 16
+        u = problem.clipped(u)
         theta = problem.project(s.theta - self.c_hat * at(self.eta, t) * u)  # lines 8, 11
         w = problem.project_dual(s.w + self.c * at(self.eta, t) * v)  # lines 9, 12
         return RecursivePlayers(theta, w, u, v, s.theta, s.w)

@@ -47,6 +47,16 @@ def mean_rate(y: Tensor, parts: Sequence[np.ndarray]) -> float:
     return fmean(float((y[part] == 1).double().mean()) for part in parts)
 
 
+def as_tensor(array: Any) -> Tensor:
+    """Return an array of numbers as a tensor."""
+    try:
+        return torch.as_tensor(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise NestfedError(
+            f"Clients hold arrays of numbers, but got {type(array).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
 @dataclass(frozen=True)
 class _Held(Clients):
     """Clients that hold parts of common arrays: draw indices, gather the rows, assemble a batch."""
@@ -58,6 +68,7 @@ class _Held(Clients):
     names: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "arrays", tuple(as_tensor(a) for a in self.arrays))
         sizes = {len(a) for a in self.arrays}
         if len(sizes) != 1:
             raise NestfedError(f"All arrays must hold the same examples, but their lengths are {sorted(sizes)}.")
@@ -74,7 +85,7 @@ class _Held(Clients):
     @classmethod
     def of(cls, sites: Mapping[str, Sequence[Any]], **options: Any) -> Self:
         """Make clients from each site's arrays, by name: `Examples.of({"a": (x1, y1), "b": (x2, y2)}, batch=8)`."""
-        columns = [tuple(torch.as_tensor(array) for array in arrays) for arrays in sites.values()]
+        columns = [tuple(as_tensor(array) for array in arrays) for arrays in sites.values()]
         for name, held in zip(sites, columns):
             if len(held) != len(columns[0]):
                 raise NestfedError(f"Site {name} has {len(held)} arrays, but others have {len(columns[0])}.")

@@ -17,6 +17,7 @@ from nestfed.data.random import Streams
 from nestfed.engine.encode import RESIDUAL
 from nestfed.engine.intercept import WrongNumberError, intercepted, reject_infinite, timed, watched
 from nestfed.engine.options import Exchange
+from nestfed.engine.probe import blamed
 from nestfed.engine.program import TAP, AnyAlgorithm, Program, Report, Span, dropout_keys
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
 from nestfed.engine.store import Store, Tables
@@ -137,10 +138,10 @@ class Local:
             problem, self.method, self.template, order.span, not self.vectorised, order.tap,
             precision=self.precision, pieces=self.pieces,
         )  # fmt: skip
-        with reply.lap("drawing"):
+        with reply.lap("drawing"), blamed(self.clients.label, ns, order.round, "The clients' sample"):
             kept = self.store.read(order, start, stop)
             inputs = self._inputs(order, received, kept, start, stop)
-        with reply.lap("running"), self._blamed(ns, order.round):
+        with reply.lap("running"), blamed(self.clients.label, ns, order.round):
             fields, private, report = self._rounds(program, inputs)
             if self.compiling:
                 reply.laps["compiling"] = reply.laps.get("compiling", 0.0) + self.compiling
@@ -268,21 +269,6 @@ class Local:
 
     # -- errors with their location
 
-    @contextmanager
-    def _blamed(self, ns: Sequence[int], round: int) -> Iterator[None]:
-        """Turn an error in the user's f, g or model into a message with client and round; keep the cause attached."""
-        try:
-            yield
-        except NestfedError:
-            raise
-        except Exception as error:
-            label = self.clients.label
-            who = f"client {label(ns[0])}" if len(ns) == 1 else f"clients {label(ns[0])} to {label(ns[-1])}"
-            reason = " ".join(str(error).split("\n\n")[0].split())
-            raise NestfedError(
-                f"The model or the objective failed at {who} in round {round + 1}: {type(error).__name__}: {reason}"
-            ) from error
-
     def _culprit(self, program: Program, inputs: Inputs, round: int, n: int, i: int) -> str:
         """Rerun a client's round and describe the first number that became infinite or NaN."""
         where = f"at client {self.clients.label(n)}"
@@ -304,10 +290,15 @@ class Local:
             numbers = [v[i] for v in leaves if isinstance(v, Tensor) and v.is_floating_point()]
             if not all(bool(torch.isfinite(v).all()) for v in numbers):
                 return f"The data contain infinite or NaN values {step}, so {wrong} became infinite or NaN."
-            name = str(wrong).replace("the ", "The ", 1)
+            name = str(wrong).removeprefix("the ")
+            if now == 0:
+                return (
+                    f"The {name} is infinite or NaN {step}, although the starting point and the data are finite: look "
+                    "for a division by 0 or a logarithm or root of 0 in f or the model."
+                )
             return (
-                f"{name} became infinite, NaN or too large {step}: the step size is too large, or the data contain such "
-                "values."
+                f"The {name} became infinite, NaN or too large {step}, although the data are finite: the step size is too "
+                "large, or f or the model divides by 0 or takes a logarithm or root of 0."
             )
         return f"A number became infinite or NaN {where} in its upload or private fields after round {round + 1}."
 

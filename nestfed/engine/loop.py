@@ -18,6 +18,7 @@ from nestfed.engine.options import Evaluation
 from nestfed.engine.program import span_from
 from nestfed.engine.round import Order, Reply, Rules, RunState, close_round
 from nestfed.engine.run_directory import Interrupted, RunDirectory
+from nestfed.engine.schedules import iterations
 
 LOG = logging.getLogger(__name__)
 
@@ -49,10 +50,8 @@ class Plan:
         """Return the iteration whose averaged point is returned, drawn uniformly; −1 unless keep = "uniform"."""
         if self.evaluation.keep != "uniform":
             return -1
-        t = 0
-        for _ in range(self.rounds):
-            t = span_from(self.rules.method, t, self.q).stop
-        return int(Streams(self.seed).at(Purpose.OUTPUT, 0, 0).integers(max(t, 1)))
+        T = iterations(self.rules.method, self.rounds, self.q)
+        return int(Streams(self.seed).at(Purpose.OUTPUT, 0, 0).integers(max(T, 1)))
 
     def order(self, state: RunState, tap: int, train: bool) -> Order:
         """Return the order of the next round."""

@@ -151,6 +151,10 @@ class Fold:
         """Add the uploads of some clients."""
         reply, reduction = self.reply, self.exchange.reduction
         fields = self.decoded(upload.fields)
+        if not fields.keys() - {TAP} == self.shared.keys():
+            raise NestfedError(
+                f"An upload has the fields {', '.join(fields)}, but the method shares {', '.join(self.shared)}."
+            )
         if reduction.clips:
             fields = reduction.clipped(fields, self.base)
         weights = [1.0] * len(upload.ns) if self.weight is None else [self.weight(n) for n in upload.ns]
@@ -274,6 +278,10 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
             spread = mean[method.point] - state.shared[method.point]
             drift = max(reply.moved / reply.weight - float(spread.square_().sum()), 0.0)
         server, shared = method.server.update(state.server, state.shared, mean, _fraction(rules, reply))
+        if set(shared) != set(state.shared):
+            raise NestfedError(
+                f"The server of {method.name} returns the fields {', '.join(shared)}, but it shares {', '.join(method.shared)}."
+            )
         shared = method.feasible(rules.problem, shared)
         for k, v in (*shared.items(), *server.items()):
             if not bool(torch.isfinite(v.sum())):

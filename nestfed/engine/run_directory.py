@@ -21,7 +21,7 @@ from nestfed.engine import checkpoint
 from nestfed.engine.federation import Federation
 from nestfed.engine.options import Evaluation
 from nestfed.engine.progress import Progress
-from nestfed.engine.record import Log, metrics_of
+from nestfed.engine.record import COSTS, Log, metrics_of
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record, Reply, RunState
 from nestfed.files import sweep
@@ -154,6 +154,14 @@ class RunDirectory:
 
     def judge(self, state: RunState, values: Mapping[str, float]) -> None:
         """Add metrics to the line of a state, and keep its point if it is the best."""
+        if taken := [k for k in values if k in COSTS]:
+            raise NestfedError(
+                f"The evaluation returns {taken[0]!r}, which is a column of the record: rename the metric."
+            )
+        known = next((metrics_of(r) for r in self.history if metrics_of(r)), {})
+        if known and values and set(known) != set(values):
+            where = "the record of this run" if self.path is None else f"the record in {self.path}"
+            raise NestfedError(f"The evaluation returns {', '.join(values)}, but {where} has {', '.join(known)}.")
         if not self.history or self.history[-1]["round"] != state.round:
             self.history.append(state.record(None, None, 0))
         self.history[-1] |= values

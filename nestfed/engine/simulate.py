@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from nestfed import metrics
 from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
+from nestfed.engine import probe
 from nestfed.engine.federation import Failing, Federation
 from nestfed.engine.local import Local
 from nestfed.engine.loop import Plan, drive
@@ -26,12 +30,15 @@ from nestfed.engine.ranks import Group, Ranks
 from nestfed.engine.record import last_known
 from nestfed.engine.round import Record, Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
+from nestfed.engine.schedules import check_schedules, described
 from nestfed.engine.store import Tables, private_fields
 from nestfed.engine.workers import Workers
 from nestfed.files import locked, make_directory, write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
+
+LOG = logging.getLogger("nestfed.engine")
 
 SMALL = 200_000
 """Vectorise dense models with at most this many parameters over clients."""
@@ -115,11 +122,16 @@ def simulate(
     if start.shape != problem.x0.shape:
         raise NestfedError(f"x0 has shape {tuple(start.shape)}, but the model has {problem.x0.numel()} parameters.")
     N = len(clients)
+    probe.inspect(problem, clients, seed, probe.some(N))
     noise = Noise.plan(exchange, N)
     statement = noise.statement(rounds, method.shared) if noise else ""
     path = None if directory is None else make_directory(Path(directory))
     with locked(path) if path is not None and group.leads else nullcontext():
         template = method.init(problem, start)
+        if absent := [k for k in (*method.shared, *method.private) if k not in template._fields]:
+            raise NestfedError(
+                f"{method.name} declares the field {absent[0]!r}, but its state has {', '.join(template._fields)}."
+            )
         state = RunState.start(method, template, N)
         federation = _federation(problem, method, clients, template, state, seed, exchange, execution, path, group)
         del template
@@ -137,13 +149,15 @@ def simulate(
                 return found
             if evaluate is not None:
                 with torch.no_grad():
-                    found |= {k: float(v) for k, v in evaluate(problem.bind(state.shared[method.point])).items()}
+                    found |= _named("evaluate", evaluate(problem.bind(state.shared[method.point])))
             if measure is not None:
-                found |= {k: float(v) for k, v in measure(state.shared, private).items()}
+                found |= _named("measure", measure(state.shared, private))
             return found
 
         plan = Plan(rules, rounds, q, seed, evaluation, judge if evaluate or measure else None)
-        identity = f"{method!r} q={q} seed={seed} N={N} d={start.numel()} {exchange!r}"
+        if path is not None:
+            _compare(path, problem, clients, seed, start, federation, group)
+        identity = f"{described(method)} q={q} seed={seed} N={N} d={start.numel()} {exchange!r}"
         book = RunDirectory(
             path, identity, federation, point=method.point, rounds=rounds, evaluation=evaluation,
             checkpoint_every=execution.checkpoint_every, leads=group.leads,
@@ -166,6 +180,37 @@ def simulate(
         )  # fmt: skip
 
 
+def _named(function: str, values: Any) -> dict[str, float]:
+    """Return what the user's function measured as named numbers."""
+    try:
+        return {str(k): float(v) for k, v in values.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise NestfedError(f"{function} must return named numbers such as {{'ap': 0.9}}, not {values!r}.") from None
+
+
+@cache
+def _warm_up() -> None:
+    """Load what torch imports at its first vectorised gradient, so that no run's seconds include it."""
+    torch.vmap(torch.func.grad_and_value(torch.sum))(torch.zeros(2, 1))
+
+
+def _compare(
+    path: Path, problem: Problem, clients: Clients, seed: int, start: Tensor, federation: Federation, group: Group
+) -> None:
+    """Reject a directory that contains a run of another problem; every rank raises the error of the first."""
+    sentence, error = "", ""
+    if group.leads:
+        try:
+            sentence = probe.check(path, probe.Probe.of(problem, clients, seed, start))
+        except NestfedError as found:
+            error = str(found)
+    error = federation.agree(error)
+    if error:
+        raise NestfedError(error)
+    if sentence:
+        warnings.warn(sentence, stacklevel=3)
+
+
 def _federation(
     problem: Problem, method: AnyAlgorithm, clients: Clients, template: Any, state: RunState, seed: int,
     exchange: Exchange, execution: Execution, path: Path | None, group: Group,
@@ -173,6 +218,8 @@ def _federation(
     """Return the federation: clients in this process or in workers, on one rank or several."""
     device, N = torch.device(execution.device), len(clients)
     vectorised = _vectorise(execution, problem, clients)
+    if vectorised:
+        _warm_up()
     workers = _processes(execution.workers, vectorised, problem, device, exchange.participants(N) // group.count)
     fields = private_fields(method, template, exchange.encoding)
     limit = round(execution.memory_gb * 1e9)
@@ -210,6 +257,7 @@ def _check(
             "evaluation.keep = 'uniform' needs exchange.reduce = 'mean', because it averages the clients' points."
         )
     method.ends_round(0, q)
+    check_schedules(method, rounds, q)
 
 
 def _some(clients: Clients, method: AnyAlgorithm) -> int:
@@ -227,6 +275,14 @@ def _vectorise(execution: Execution, problem: Problem, clients: Clients) -> bool
     Measured: it is faster for small dense models (fivefold at a few thousand parameters) and slower for convolutions
     and recurrent models, whose batched kernels are slow.
     """
+    if problem.sequential:
+        if execution.mode == "vmap" or execution.compile:
+            raise NestfedError(
+                "The model or the objective draws random numbers (other than dropout) that cannot be vectorised over "
+                "clients: use mode = 'loop' without compile."
+            )
+        LOG.info("Clients run one after another, because the model draws random numbers that cannot be vectorised.")
+        return False
     if execution.mode != "auto" or execution.compile:
         return execution.mode != "loop"
     return len(clients) > 1 and not problem.heavy and clients.alike and problem.x0.numel() <= SMALL

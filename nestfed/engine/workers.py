@@ -7,10 +7,10 @@ is one short message to each worker and one back. Workers end with their parent,
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
-import traceback
 import warnings
 from importlib import import_module
 from itertools import pairwise
@@ -26,6 +26,8 @@ from nestfed.engine.local import Local
 from nestfed.engine.memory import table
 from nestfed.engine.program import TAP
 from nestfed.engine.round import Order, Reply
+
+LOG = logging.getLogger("nestfed.engine")
 
 
 class Workers:
@@ -111,8 +113,6 @@ class Workers:
                     self._report_death(i, parts[i])
                 if kind == "error":
                     raise value
-                if kind == "crash":
-                    raise RuntimeError(f"Worker {i + 1} failed:\n{value}")
                 answers[i] = value
                 del waiting[self._pipes[i]]
         return self._total(order, [answers[i] for i in range(len(parts))])
@@ -192,8 +192,9 @@ def _serve(
             pipe.send(("done", reply))
         except NestfedError as error:
             pipe.send(("error", error))
-        except Exception:
-            pipe.send(("crash", traceback.format_exc()))
+        except Exception as error:
+            LOG.debug("Worker failed.", exc_info=True)
+            pipe.send(("error", NestfedError(f"A worker process failed: {type(error).__name__}: {error}.")))
 
 
 def _die_with(parent: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nestfed.core import Batch, Data, NestfedError, SolvableSaddle, as_batch, at_least
 from nestfed.data.clients import Balanced, Examples, mean_rate
-from nestfed.problems.base import Minimax, Model, _around
+from nestfed.problems.base import Minimax, Model
 from nestfed.problems.objective import Labelled
 
 YING_2016 = """@inproceedings{ying2016stochastic,
@@ -92,7 +92,7 @@ class AUROC(Minimax, SolvableSaddle):
         """
         sample = as_batch(batch)
         x, negative, positive = self._classes(sample.data, theta.dtype)
-        with _around(sample):
+        with self._around(sample):
             h, a, b = self.flat.bind(theta)(x)
         sample.note(len(x))
         return (b - a + (negative * (h - b) - positive * (h - a)).mean())[None].detach()
@@ -106,9 +106,9 @@ class AUROC(Minimax, SolvableSaddle):
         return x, negative, positive
 
     def bind(self, x: Tensor, *, train: bool = False) -> Model:
-        """Return the scoring model at x, without a and b."""
-        model = super().bind(x, train=train)
-        return lambda *args, **kwargs: model(*args, **kwargs)[0]
+        """Return the user's scoring module at x, without a and b."""
+        found = super().bind(x, train=train)
+        return nn.Sequential(found.module, nn.Sigmoid()) if found.sigmoid else found.module
 
     def module(self, x: Tensor) -> Any:
         """Return the user's scoring module with trained parameters."""

@@ -16,7 +16,7 @@ from nestfed.core import Batch, Composed, Data, Differentiable, NestfedError, Pr
 from nestfed.problems.flat import Flat, KeyedDropout
 
 Model = Any
-"""The model passed to f and g: a callable like the user's module, or the vector itself."""
+"""The model passed to f and g: the user's module with the current parameters, or the vector itself."""
 
 
 def leading(data: Data, axes: int = 1) -> int:
@@ -95,8 +95,8 @@ class _Modelled(Problem):
         return self.flat.x0
 
     def bind(self, x: Tensor, *, train: bool = False) -> Model:
-        """Return the model at x: a callable like the user's module, or the vector itself."""
-        return self.flat.bind(x, train=train)
+        """Return a copy of the user's module with the parameters x, or the vector itself."""
+        return self.flat.own(x, train=train)
 
     def module(self, x: Tensor) -> Any:
         """Return a copy of the user's model with the parameters x."""
@@ -105,6 +105,10 @@ class _Modelled(Problem):
     def to(self, device: torch.device) -> None:
         """Move the model to a device."""
         self.flat.to(device)
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the trained parameters."""
+        return self.flat.parameters()
 
     def examples(self, data: Data) -> int:
         """Return the number of examples in one evaluation of this batch."""
@@ -123,27 +127,65 @@ class _Modelled(Problem):
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the gradients of loss(*at, data) with respect to each of `at`, and its value; record the cost."""
         if sample.pieces == 1:
-            with _around(sample):
+            with self._around(sample):
                 total, value = _gradients(lambda *y: loss(*y, sample.data), at, sample.eager)
         else:
             value = at[0].new_zeros(())
             total = tuple(torch.zeros_like(x) for x in at)
             for i, (share, part) in enumerate(self.cut(sample.data, sample.pieces)):
-                with _around(sample, i):
+                with self._around(sample, i):
                     found, one = _gradients(lambda *y: loss(*y, part), at, sample.eager)  # noqa: B023
                 total = tuple(t.add(g, alpha=share) for t, g in zip(total, found))
                 value = value + share * one
         sample.note(self.examples(sample.data), value)
         return total, value
 
+    def _around(self, sample: Batch, piece: int = 0) -> AbstractContextManager[Any]:
+        """Return the context of an evaluation: random numbers from the batch's key, and its precision.
+
+        Dropout is a function of the key, also when vectorised. All other random numbers come from torch's generator,
+        seeded by the key for this evaluation, which works only for one client at a time.
+        """
+        stack = ExitStack()
+        if sample.precision is not None:
+            stack.enter_context(torch.autocast(tree_leaves(sample.data)[0].device.type, sample.precision))
+        if sample.key is not None:
+            if self.sequential:
+                key = sample.key
+                stack.enter_context(torch.random.fork_rng([key.device] if key.device.type == "cuda" else []))
+                torch.manual_seed(int(key) + piece)
+            stack.enter_context(KeyedDropout(sample.key + piece))
+        return stack
+
     def _with_penalty(self, value: Tensor, model: Model) -> Tensor:
         value = _one_number("f", value)
         return value if self.penalty is None else value + _one_number("penalty", self.penalty(model))
 
-    def _clipped(self, gradient: Tensor) -> Tensor:
+    def clipped(self, estimate: Tensor) -> Tensor:
+        """Return an estimate of the gradient, shortened to the norm `clip`."""
         if self.clip is None:
-            return gradient
-        return gradient * (self.clip / gradient.norm().clamp_min(1e-30)).clamp(max=1.0)
+            return estimate
+        return estimate * (self.clip / estimate.norm().clamp_min(1e-30)).clamp(max=1.0)
+
+    def _clipped(self, gradient: Tensor, sample: Batch) -> Tensor:
+        return self.clipped(gradient) if sample.clips else gradient
+
+    def _depends(self, loss: Callable[[Tensor], Tensor]) -> bool:
+        """Return whether a loss depends on the parameters; find out whether it draws random numbers, and how."""
+        leaf = self.x0.detach().clone().requires_grad_()
+        cuda = leaf.device.type == "cuda"
+        devices = [leaf.device] if cuda else []
+        with (
+            torch.random.fork_rng(devices),
+            torch.enable_grad(),
+            KeyedDropout(torch.zeros_like(leaf[0].long())) as mode,
+        ):
+            before = torch.cuda.get_rng_state(leaf.device) if cuda else torch.get_rng_state()
+            value = loss(leaf)
+            after = torch.cuda.get_rng_state(leaf.device) if cuda else torch.get_rng_state()
+            self.sequential = not torch.equal(before, after)
+            self.random = self.random or self.sequential or mode.calls > 0
+            return value.requires_grad and torch.autograd.grad(value, leaf, allow_unused=True)[0] is not None
 
 
 class _Direct(Differentiable, _Modelled):
@@ -155,8 +197,15 @@ class _Direct(Differentiable, _Modelled):
 
     def grad(self, x: Tensor, batch: Batch | Data) -> Tensor:
         """Return the gradient of that estimate."""
-        (gradient,), _ = self._estimate(lambda y, data: self.loss(y, data, train=True), (x,), as_batch(batch))
-        return self._clipped(gradient)
+        sample = as_batch(batch)
+        (gradient,), _ = self._estimate(lambda y, data: self.loss(y, data, train=True), (x,), sample)
+        return self._clipped(gradient, sample)
+
+    def inspect(self, batch: Batch) -> bool:
+        """Return whether the loss depends on the parameters."""
+        if type(self).grad is not _Direct.grad:  # a gradient of its own, so the loss may not be the objective
+            return True
+        return self._depends(lambda x: self.loss(x, batch.data, train=True))
 
 
 def _one_number(name: str, value: Tensor) -> Tensor:
@@ -177,16 +226,6 @@ def _cut(data: Data, length: int, pieces: int) -> list[tuple[float, Data]]:
         return tree_map(lambda leaf: leaf[start : start + size] if len(leaf) == length else leaf, data)
 
     return [(min(size, length - start) / length, piece(start)) for start in range(0, length, size)]
-
-
-def _around(sample: Batch, piece: int = 0) -> AbstractContextManager[Any]:
-    """Return the context of an evaluation: dropout from the batch's key, and its precision."""
-    stack = ExitStack()
-    if sample.precision is not None:
-        stack.enter_context(torch.autocast(tree_leaves(sample.data)[0].device.type, sample.precision))
-    if sample.key is not None:
-        stack.enter_context(KeyedDropout(sample.key + piece))
-    return stack
 
 
 def _gradients(
@@ -301,18 +340,21 @@ class Compositional(_Direct, Composed):
             model = self.flat.bind(y)
             return self.g(model, sample.data[1]), self._with_penalty(y.new_zeros(()), model)
 
-        with _around(sample):
+        with self._around(sample):
             (u, extra), pull = _vjp(value, x, sample.eager)
         if u.shape != (self.inner_dim,):
             raise NestfedError(f"g must return {self.inner_dim} values (inner_dim), not shape {tuple(u.shape)}.")
         sample.note(leading(sample.data[1]))
         one = torch.ones_like(extra)
-        return u[None], lambda v: self._clipped(pull((v[0], one)))
+        return u[None], lambda v: self._clipped(pull((v[0], one)), sample)
 
     def outer_grad(self, u: Tensor, batch: Batch | Data) -> Tensor:
         """Return ∇f(u; ζ)."""
         sample = as_batch(batch)
-        (gradient,), value = _gradients(lambda v: _one_number("f", self.f(v[0], sample.data[0])), (u,), sample.eager)
+        with self._around(sample):
+            (gradient,), value = _gradients(
+                lambda v: _one_number("f", self.f(v[0], sample.data[0])), (u,), sample.eager
+            )
         sample.note(leading(sample.data[0]), value)
         return gradient
 
@@ -365,8 +407,15 @@ class Minimax(Saddle, _Modelled):
 
     def grads(self, theta: Tensor, w: Tensor, batch: Batch | Data) -> tuple[Tensor, Tensor]:
         """Return ∇_θ f and ∇_w f on this batch."""
-        (g, h), _ = self._estimate(lambda a, b, data: self.loss_at(a, b, data, train=True), (theta, w), as_batch(batch))
-        return self._clipped(g), h
+        sample = as_batch(batch)
+        (g, h), _ = self._estimate(lambda a, b, data: self.loss_at(a, b, data, train=True), (theta, w), sample)
+        return self._clipped(g, sample), h
+
+    def inspect(self, batch: Batch) -> bool:
+        """Return whether the loss depends on the parameters of the model."""
+        if type(self).grads is not Minimax.grads:  # gradients of its own, so the loss may not be the objective
+            return True
+        return self._depends(lambda theta: self.loss_at(theta, self.w0, batch.data, train=True))
 
     def project_dual(self, w: Tensor) -> Tensor:
         """Return the nearest point of the dual domain."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,18 @@ class Flat:
             self.random = self.planar = self.heavy = False
             return
         _reject_running_statistics(model)
-        parameters = dict(model.named_parameters())
-        if not parameters:
-            raise NestfedError(f"{type(model).__name__} has no parameters to train.")
-        dtypes = {p.dtype for p in parameters.values()}
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named:
+            kind = type(model).__name__
+            frozen = "; all are frozen (requires_grad=False)" if any(True for _ in model.parameters()) else ""
+            raise NestfedError(f"{kind} has no parameters to train{frozen}.")
+        dtypes = {p.dtype for p in named.values()}
         if len(dtypes) > 1:
             raise NestfedError(f"All parameters must have one dtype, but {type(model).__name__} has {dtypes}.")
-        self.names = list(parameters)
-        self.shapes = [p.shape for p in parameters.values()]
-        self.sizes = [p.numel() for p in parameters.values()]
-        self.x0 = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
+        self.names = list(named)
+        self.shapes = [p.shape for p in named.values()]
+        self.sizes = [p.numel() for p in named.values()]
+        self.x0 = torch.cat([p.detach().reshape(-1) for p in named.values()])
         self.random = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
         self.planar = any(isinstance(m, nn.Conv2d) for m in model.modules())
         self.heavy = any(isinstance(m, nn.modules.conv._ConvNd | nn.RNNBase) for m in model.modules())
@@ -45,11 +48,31 @@ class Flat:
         self._places = {training: _places(m) for training, m in ((True, self._train), (False, self._eval))}
 
     def bind(self, x: Tensor, *, train: bool = True) -> Any:
-        """Return the model at x: a callable for a module, x itself for a vector."""
+        """Return the user's module with the parameters x, for use until the next call; x itself for a vector.
+
+        Storing views in one module costs a fraction of `torch.func.functional_call`, and modules that recompute
+        activations find them in the backward pass.
+        """
         if isinstance(self.source, Tensor):
             return x
-        values = [p.view(shape) for p, shape in zip(torch.split(x, self.sizes), self.shapes)]
-        return _Bound(self._train if train else self._eval, self.names, self._places[train], values)
+        module = self._train if train else self._eval
+        if torch.compiler.is_compiling():
+            return partial(torch.func.functional_call, module, dict(zip(self.names, self._values(x))))
+        for places, value in zip(self._places[train], self._values(x)):
+            for table, name in places:
+                table[name] = value
+        return module
+
+    def own(self, x: Tensor, *, train: bool = False) -> Any:
+        """Return a module of its own with the parameters x, through which gradients reach x; x itself for a vector."""
+        if isinstance(self.source, Tensor):
+            return x
+        module = self._train if train else self._eval
+        kept = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        memo: dict[int, Any] = {id(t): t for t in kept}
+        for places, value in zip(self._places[train], self._values(x)):
+            memo |= {id(table[name]): value for table, name in places}
+        return copy.deepcopy(module, memo)
 
     def module(self, x: Tensor) -> nn.Module | Tensor:
         """Return a copy of the user's model with the parameters x, in evaluation mode."""
@@ -57,26 +80,40 @@ class Flat:
             return x.detach().clone()
         result = copy.deepcopy(self.source)
         with torch.no_grad():
-            for parameter, part in zip(result.parameters(), torch.split(x, self.sizes)):
+            for parameter, part in zip(_trainable(result), torch.split(x, self.sizes)):
                 parameter.copy_(part.view_as(parameter))
         return result.eval()
 
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the trained parameters."""
+        if isinstance(self.source, Tensor):
+            return {"x": tuple(self.x0.shape)}
+        return {name: tuple(shape) for name, shape in zip(self.names, self.shapes)}
+
     def to(self, device: torch.device) -> None:
-        """Move x0 and the model's buffers."""
+        """Move x0, and the model's frozen parameters and buffers."""
         self.x0 = self.x0.to(device)
         if not isinstance(self.source, Tensor):
             for skeleton in (self._train, self._eval):
                 for module in skeleton.modules():
-                    for name, buffer in module._buffers.items():
-                        if buffer is not None:
-                            module._buffers[name] = buffer.to(device)
+                    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                    for table in tables:
+                        for name, tensor in table.items():
+                            if tensor is not None and not tensor.is_meta:
+                                table[name] = tensor.to(device)
+
+    def _values(self, x: Tensor) -> list[Tensor]:
+        return [p.view(shape) for p, shape in zip(torch.split(x, self.sizes), self.shapes)]
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are not frozen."""
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """Copy a module without the memory of its parameters, which every call provides."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in model.parameters()
-    }
+    """Copy a module without the memory of its parameters, which every call provides; frozen ones stay."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in _trainable(model)}
     return copy.deepcopy(model, memo)
 
 
@@ -84,28 +121,9 @@ Places = list[list[tuple[dict[str, Any], str]]]
 
 
 def _places(module: nn.Module) -> Places:
-    """Return where each parameter is stored: in two places if two layers share it."""
+    """Return where each trained parameter is stored: in two places if two layers share it."""
     held = [(m._parameters, k, p) for m in module.modules() for k, p in m._parameters.items()]
-    return [[(table, k) for table, k, p in held if p is parameter] for parameter in module.parameters()]
-
-
-class _Bound:
-    """A module at one point: a callable like the user's module.
-
-    Each call first stores the parameters in the module and leaves them there. This costs a fraction of
-    `torch.func.functional_call`, and modules that recompute activations find them in the backward pass.
-    """
-
-    def __init__(self, module: nn.Module, names: list[str], places: Places, values: list[Tensor]) -> None:
-        self._module, self._names, self._places, self._values = module, names, places, values
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.func.functional_call(self._module, dict(zip(self._names, self._values)), args, kwargs)
-        for places, value in zip(self._places, self._values):
-            for table, name in places:
-                table[name] = value
-        return self._module(*args, **kwargs)
+    return [[(table, k) for table, k, p in held if p is parameter] for parameter in _trainable(module)]
 
 
 def _reject_running_statistics(model: nn.Module) -> None:

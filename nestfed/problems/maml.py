@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from nestfed.core import Batch, Data, NestfedError, as_batch
-from nestfed.problems.base import Compositional, Domain, Model, _around, leading
+from nestfed.problems.base import Compositional, Domain, Model, leading
 
 TaskLoss = Callable[[Model, Data], Tensor]
 """L(model, (x, y)): the loss of one task on some of its examples, one number."""
@@ -122,7 +122,7 @@ class MAML(Compositional):
         """Return L as a function of a task's vector and examples, with dropout from the batch's key in training."""
 
         def value(x: Tensor, examples: Data) -> Tensor:
-            with _around(sample):
+            with self._around(sample):
                 found = self.task_loss(self.flat.bind(x, train=train), examples)
             if found.dim() != 0:
                 raise NestfedError(
@@ -170,16 +170,16 @@ class MAML(Compositional):
         if not sample.eager:
             value, pull = torch.func.vjp(lambda y: self._inner(y, support, sample), x)  # type: ignore[misc]
             if self.first_order:
-                return value, lambda v: self._clipped(v.mean(0))
-            return value, lambda v: self._clipped(pull(v / len(v))[0])
+                return value, lambda v: self._clipped(v.mean(0), sample)
+            return value, lambda v: self._clipped(pull(v / len(v))[0], sample)
         copies = x.detach().expand(leading(support), -1).clone().requires_grad_()
         _, slopes = self._eager_slopes(sample, copies, support, graph=not self.first_order)
         if self.first_order:
-            return x - lam * slopes, lambda v: self._clipped(v.mean(0))
+            return x - lam * slopes, lambda v: self._clipped(v.mean(0), sample)
 
         def pullback(v: Tensor) -> Tensor:
             (bent,) = torch.autograd.grad(slopes, copies, v)
-            return self._clipped((v - lam * bent).mean(0))
+            return self._clipped((v - lam * bent).mean(0), sample)
 
         return x - lam * slopes.detach(), pullback
 
@@ -200,6 +200,10 @@ class MAML(Compositional):
         """Return the gradient of mean_i f_i(g_i(x))."""
         value, pullback = self.inner(x, batch)
         return pullback(self.outer_grad(value, batch))
+
+    def inspect(self, batch: Batch) -> bool:
+        """Return whether the loss depends on the parameters."""
+        return self._depends(lambda x: self.loss(x, batch.data, train=True))
 
     # For users of the trained model.
 

@@ -165,6 +165,11 @@ def _rows(where: str, data: Any) -> tuple[Any, Any]:
         if len(data.tensors) != 2:
             raise DataError(f"{where.capitalize()} is a TensorDataset of {len(data.tensors)} tensors, expected (x, y).")
         return data.tensors
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise DataError(
+            f"{where.capitalize()} is a {type(data).__name__} without a length or an index, such as an IterableDataset: "
+            "expected a dataset with __len__ and __getitem__."
+        )
     rows = [data[i] for i in range(len(data))]
     if not rows:
         raise DataError(f"{where.capitalize()} has no examples.")

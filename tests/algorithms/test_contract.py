@@ -101,11 +101,11 @@ def test_a_drawn_outcome_when_nobody_answers_or_the_draw_is_past(tmp_path: Path)
         ("fcsg-m", {"alpha": 0.05, "beta": lambda t: 0.3 * t}),
     ],
 )
-def test_a_weight_that_grows_above_one_is_refused_when_it_does(name: str, hyper: dict[str, Any]) -> None:
+def test_a_weight_that_would_grow_above_one_is_rejected_before_the_start(name: str, hyper: dict[str, Any]) -> None:
     s = setting(name)
     algorithm = build(name, **hyper)
     simulate(s.problem, algorithm, s.clients, rounds=1, q=4, progress=False)
-    with pytest.raises(NestfedError, match=r"weight must be in \[0, 1\].* at iteration 4"):
+    with pytest.raises(NestfedError, match=r"must be in \(0, 1\], not 2.1, .* at iteration 7"):
         simulate(s.problem, algorithm, s.clients, rounds=2, q=4, progress=False)
 
 

@@ -30,6 +30,7 @@ from nestfed.deploy.flower.messages import (
     write_plan,
 )
 from nestfed.engine.local import Local
+from nestfed.engine.probe import first_batch
 from nestfed.engine.program import span_from
 from nestfed.engine.round import Order, Reply, Upload
 from nestfed.engine.store import LostStateError, Versions, private_fields
@@ -192,6 +193,7 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
         with torch.no_grad():
             reply["tally"] = number_record(made.tally(problem.bind(received[method.point])))
     if training:
+        problem.inspect(first_batch(problem, clients, run.seed, n))  # it may draw random numbers
         template = method.init(problem, problem.x0)
         store = Versions(
             folder, f"{study.digest()} {token} client {n}", private_fields(method, template, exchange.encoding)

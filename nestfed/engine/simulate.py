@@ -33,7 +33,7 @@ from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.schedules import check_schedules, described
 from nestfed.engine.store import Tables, private_fields
 from nestfed.engine.workers import Workers
-from nestfed.files import locked, make_directory, write_atomically
+from nestfed.files import locked, make_directory, require_locks, write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,6 +111,7 @@ def simulate(
     - `directory`: write the record and checkpoints there, and resume from them. Only one run at a time may use it.
     - `progress`: show a progress bar; None = only on a terminal.
     """
+    require_locks()
     _check(problem, method, rounds, q, evaluation, exchange, evaluate is not None or measure is not None)
     clients = as_clients(clients)
     exchange.check(_some(clients, method))

@@ -135,9 +135,23 @@ def test_no_checkpoint_is_promised_that_is_not_there(tmp_path: Path) -> None:
 # --- dropping ---
 
 
-@pytest.mark.parametrize("reduce", ["mean", "median", "clip:0.05"])
-@pytest.mark.parametrize("encode", ["", "int8"])
-@pytest.mark.parametrize("how", [{"mode": "loop"}, {"mode": "vmap"}, {"mode": "loop", "workers": 2}])
+LOOP, VMAP, WORKERS = {"mode": "loop"}, {"mode": "vmap"}, {"mode": "loop", "workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("how", "encode", "reduce"),
+    [  # every pair of two options
+        (LOOP, "", "mean"),
+        (LOOP, "int8", "median"),
+        (LOOP, "int8", "clip:0.05"),
+        (VMAP, "int8", "mean"),
+        (VMAP, "", "median"),
+        (VMAP, "", "clip:0.05"),
+        (WORKERS, "int8", "mean"),
+        (WORKERS, "", "median"),
+        (WORKERS, "int8", "clip:0.05"),
+    ],
+)
 def test_a_dropped_client_is_one_that_did_not_answer(
     how: dict[str, Any], encode: str, reduce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

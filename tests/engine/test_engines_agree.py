@@ -100,7 +100,7 @@ def test_private_fields_on_disk(tmp_path: Path) -> None:
         close(disk, loop)
     simulate(problem, Scaffold(0.1), clients, rounds=2, memory_gb=1e-9, directory=tmp_path, **options)
     close(simulate(problem, Scaffold(0.1), clients, rounds=3, memory_gb=1e-9, directory=tmp_path, **options), loop)
-    assert not [p for p in tmp_path.iterdir() if p.suffix not in (".safetensors", ".jsonl")]
+    assert not [p for p in tmp_path.iterdir() if p.suffix not in (".safetensors", ".jsonl", ".json")]
 
 
 def test_batches_in_pieces() -> None:
@@ -167,7 +167,7 @@ def test_a_worker_that_dies_is_noticed_and_named(tmp_path: Path) -> None:
 def test_a_worker_that_breaks_tells_why() -> None:
     problem, clients = images()
     broken = Broken(clients.arrays, clients.parts, batch=6)
-    with pytest.raises(RuntimeError, match="a broken client"):
+    with pytest.raises(NestfedError, match=r"The clients' sample failed at client 3 .* ValueError: a broken client"):
         simulate(problem, FedAvg(0.1), broken, rounds=5, q=2, progress=False, mode="loop", workers=2)
 
 

@@ -10,7 +10,7 @@ demo: $(READY)
 	$(RUN) -m nestfed demo
 
 test: $(READY)
-	$(RUN) -m pytest -n 2 -m "not slow"
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow"
 
 # Real Flower processes on this machine, with TLS and keys; some are killed (about seven minutes).
 test-deploy: $(READY)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import platform
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from nestfed.core import NestfedError
 
 try:
     import fcntl
-except ImportError:  # this system has no such locks
+except ImportError:  # Windows; `require_locks` says so at first use
     fcntl = None  # type: ignore[assignment]
 
 NAME = ".lock"
@@ -71,6 +72,12 @@ def sweep(directory: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
+def require_locks() -> None:
+    """Reject a system without file locks before any work starts."""
+    if fcntl is None:
+        raise NestfedError(f"NestFed needs file locks (fcntl), which {platform.system()} lacks; on Windows, use WSL 2.")
+
+
 @contextmanager
 def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
     """Lock a directory, or fail after `patience` seconds with an error that names the holder.
@@ -78,8 +85,9 @@ def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
     The system frees the lock when the process ends, even by SIGKILL. The thread that holds a directory may lock it
     again. The lock file holds the holder's pid, host and start time; it is deleted at the end.
     """
+    require_locks()
     place = directory.resolve()
-    if fcntl is None or (place in _held and _held[place][1] == threading.get_ident()):
+    if place in _held and _held[place][1] == threading.get_ident():
         yield
         return
     if place in _held:

@@ -79,13 +79,13 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
-def _close(one: Any, other: Any, what: str, tolerance: float | None = None) -> None:
+def _close(one: Any, other: Any, what: str) -> None:
     """Require equality up to rounding: 1e-9 in float64, 1e-4 in float32, relative to the largest number."""
     for a, b in zip(_tensors(one), _tensors(other), strict=True):
         _require(a.shape == b.shape, f"{what}: the shapes are {tuple(a.shape)} and {tuple(b.shape)}.")
         if not a.numel():
             continue
-        allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-4)
+        allowed = 1e-9 if a.dtype == torch.float64 else 1e-4
         error = float((a.double() - b.double()).abs().max())
         largest = max(1.0, float(b.double().abs().max()))
         _require(error <= allowed * largest, f"{what}: they differ by {error:.3g}.")

@@ -65,6 +65,8 @@ CASES: dict[str, Case] = {
     "fmgda": Case({"c_hat": 0.05, "c": 0.1, "alpha": 0.3}, "minimax", ("eta", "c_hat", "c"), ("alpha", "beta")),
 }
 Q = 3
+FEW = ("scaffold", "fedadam", "acc-fcsg-m", "local-scgdm-tasks", "codasca", "fmgda", "bspiderboost")
+"""With private fields, a server's state, restarts, tasks, stages, fields of several sizes, a single client."""
 
 
 def method(name: str, **changes: Any) -> Algorithm[Any, Any]:

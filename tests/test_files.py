@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,8 +17,6 @@ import pytest
 from nestfed.core import NestfedError
 from nestfed.files import NAME, locked
 from tests.support import holder, simulate
-
-pytest.importorskip("fcntl", reason="this system has no file locks")
 
 
 def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
@@ -123,3 +123,26 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> Non
     sentence = r"Cannot write .*missing/\.lock: No such file or directory\."
     with pytest.raises(NestfedError, match=sentence), locked(tmp_path / "missing"):
         pass
+
+
+def test_a_system_without_locks_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """As on Windows: everything can be imported and listed; what needs locks says so at first use."""
+    code = (
+        "import sys; sys.modules['fcntl'] = None; from nestfed.cli.main import main; "
+        "sys.argv = ['nestfed', *sys.argv[1:]]; main()"
+    )
+
+    def nestfed(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+
+    assert "fcsg-m" in nestfed("list").stdout
+    refused = nestfed("run", "demo", "algorithm.name=fcsg-m", "algorithm.alpha=1.0")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert "needs file locks (fcntl)" in refused.stderr
+
+
+def test_a_simulation_needs_no_directory_to_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestfed.files.fcntl", None)
+    with pytest.raises(NestfedError, match="on Windows, use WSL 2"):
+        simulate(None, None, None, rounds=1)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from nestfed.core import NestfedError
+from nestfed.files import require_locks
 
 LOG = logging.getLogger(__name__)
 CHUNK = 1 << 20
@@ -255,15 +256,12 @@ def _receive_once(file: File, url: str, out: IO[bytes], report: Progress) -> Non
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time download into a folder, if the system has file locks.
+    """Let one process at a time download into a folder."""
+    require_locks()
+    import fcntl
 
-    Without locks two processes may corrupt each other's download; the checksum detects it.
-    """
     with (folder / ".lock").open("ab") as lock:  # never deleted: others may wait for this very file
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -207,7 +207,6 @@ def local(
     least: int = 0,
     deadline: float = 600.0,
     insecure: bool = False,
-    show: bool | None = None,
     notify: Callable[[str], None] = LOG.info,
 ) -> list[dict[str, Any]]:
     """Run an experiment with real processes on this machine. Call it again to resume."""
@@ -239,7 +238,7 @@ def local(
             done = history[-1]["round"] if history else 0
             run = federation.run(folder / "app")
             revived = time.monotonic()
-            with Progress(experiment.algorithm.name, experiment.run.rounds, done, show) as bar:
+            with Progress(experiment.algorithm.name, experiment.run.rounds, done, None) as bar:
                 while not finished.exists():
                     over = run.poll() is not None
                     if time.monotonic() - revived > 10:

@@ -291,10 +291,10 @@ class Local:
             if not all(bool(torch.isfinite(v).all()) for v in numbers):
                 return f"The data contain infinite or NaN values {step}, so {wrong} became infinite or NaN."
             name = str(wrong).removeprefix("the ")
-            if now == 0:
+            if now == 0 and name not in self.template._fields:  # no step was taken yet
                 return (
-                    f"The {name} is infinite or NaN {step}, although the starting point and the data are finite: look "
-                    "for a division by 0 or a logarithm or root of 0 in f or the model."
+                    f"The {name} is infinite, NaN or too large {step}, although the starting point and the data are "
+                    "finite: look for a division by 0 or a logarithm or root of 0 in f or the model."
                 )
             return (
                 f"The {name} became infinite, NaN or too large {step}, although the data are finite: the step size is too "

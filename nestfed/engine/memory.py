@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 from math import prod
 from pathlib import Path
@@ -28,7 +29,10 @@ def table(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None = None
     else:
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
-                os.posix_fallocate(file.fileno(), 0, length)
+                if sys.platform == "linux":  # reserve the space now: without it, a full disk would end the process
+                    os.posix_fallocate(file.fileno(), 0, length)
+                else:
+                    file.truncate(length)
                 memory = mmap.mmap(file.fileno(), length)
         except OSError as error:
             raise NestfedError(

@@ -11,6 +11,8 @@ import hashlib
 import logging
 import math
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -93,12 +95,21 @@ def epsilon(noise: float, rate: float, rounds: int, delta: float) -> float:
     event = library.GaussianDpEvent(noise)
     sampled = event if rate >= 1 else library.PoissonSampledDpEvent(rate, event)
     accountant = rdp.RdpAccountant()
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.ERROR)  # hide a warning for each skipped Rényi order; skipping only makes ε larger
-    try:
+    with _quiet():
         accountant.compose(sampled, rounds)
         found = float(accountant.get_epsilon(delta))
+    return found if math.isfinite(found) else float("inf")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the accountant's warning for each skipped Rényi order; skipping only makes ε larger."""
+    log, root, nothing = logging.getLogger("absl"), logging.getLogger(), logging.NullHandler()
+    level = log.level
+    log.setLevel(logging.ERROR)
+    root.addHandler(nothing)  # absl would configure logging for the whole process if the user has not
+    try:
+        yield
     finally:
         log.setLevel(level)
-    return found if math.isfinite(found) else float("inf")
+        root.removeHandler(nothing)

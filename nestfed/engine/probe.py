@@ -43,15 +43,15 @@ def blamed(
 
 def inspect(problem: Problem, clients: Clients, seed: int, among: Sequence[int]) -> None:
     """Reject a problem whose loss does not depend on the parameters; let it find out whether it is random."""
-    reached = False
     for n in among:
+        batch = first_batch(problem, clients, seed, n)
         with blamed(clients.label, [n], 0):
-            reached = problem.inspect(first_batch(problem, clients, seed, n)) or reached
-    if not reached:
-        raise NestfedError(
-            "The loss does not depend on the model's parameters, so nothing would be trained: f and g must use the model "
-            "that they get as an argument, and no .detach(), no_grad or rounding on the way."
-        )
+            if problem.inspect(batch):
+                return
+    raise NestfedError(
+        "The loss does not depend on the model's parameters, so nothing would be trained: f and g must use the model "
+        "that they get as an argument, without .detach(), no_grad or rounding on the way."
+    )
 
 
 def some(clients: int) -> list[int]:

@@ -33,7 +33,7 @@ from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.schedules import check_schedules, described
 from nestfed.engine.store import Tables, private_fields
 from nestfed.engine.workers import Workers
-from nestfed.files import locked, make_directory, write_atomically
+from nestfed.files import locked, make_directory, require_locks, write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,6 +111,7 @@ def simulate(
     - `directory`: write the record and checkpoints there, and resume from them. Only one run at a time may use it.
     - `progress`: show a progress bar; None = only on a terminal.
     """
+    require_locks()
     _check(problem, method, rounds, q, evaluation, exchange, evaluate is not None or measure is not None)
     clients = as_clients(clients)
     exchange.check(_some(clients, method))
@@ -127,6 +128,7 @@ def simulate(
     statement = noise.statement(rounds, method.shared) if noise else ""
     path = None if directory is None else make_directory(Path(directory))
     with locked(path) if path is not None and group.leads else nullcontext():
+        probed = probe.Probe.of(problem, clients, seed, start) if path is not None and group.leads else None
         template = method.init(problem, start)
         if absent := [k for k in (*method.shared, *method.private) if k not in template._fields]:
             raise NestfedError(
@@ -156,7 +158,7 @@ def simulate(
 
         plan = Plan(rules, rounds, q, seed, evaluation, judge if evaluate or measure else None)
         if path is not None:
-            _compare(path, problem, clients, seed, start, federation, group)
+            _compare(path, probed, federation)
         identity = f"{described(method)} q={q} seed={seed} N={N} d={start.numel()} {exchange!r}"
         book = RunDirectory(
             path, identity, federation, point=method.point, rounds=rounds, evaluation=evaluation,
@@ -194,14 +196,12 @@ def _warm_up() -> None:
     torch.vmap(torch.func.grad_and_value(torch.sum))(torch.zeros(2, 1))
 
 
-def _compare(
-    path: Path, problem: Problem, clients: Clients, seed: int, start: Tensor, federation: Federation, group: Group
-) -> None:
+def _compare(path: Path, probed: probe.Probe | None, federation: Federation) -> None:
     """Reject a directory that contains a run of another problem; every rank raises the error of the first."""
     sentence, error = "", ""
-    if group.leads:
+    if probed is not None:
         try:
-            sentence = probe.check(path, probe.Probe.of(problem, clients, seed, start))
+            sentence = probe.check(path, probed)
         except NestfedError as found:
             error = str(found)
     error = federation.agree(error)

@@ -31,7 +31,7 @@ def curves_of(scores: npt.ArrayLike, labels: npt.ArrayLike) -> dict[str, Any] | 
     return found
 
 
-def simplify(x: Floats, y: Floats, tolerance: float = TOLERANCE) -> npt.NDArray[np.int64]:
+def simplify(x: Floats, y: Floats) -> npt.NDArray[np.int64]:
     """Return the points to keep so that all others are within the tolerance of the line (Douglas and Peucker)."""
     keep, spans = {0, len(x) - 1}, [(0, len(x) - 1)]
     while spans:
@@ -43,7 +43,7 @@ def simplify(x: Floats, y: Floats, tolerance: float = TOLERANCE) -> npt.NDArray[
         along = np.clip((px * dx + py * dy) / ((dx * dx + dy * dy) or 1.0), 0.0, 1.0)
         away = np.hypot(px - along * dx, py - along * dy)
         furthest = int(away.argmax())
-        if away[furthest] > tolerance:
+        if away[furthest] > TOLERANCE:
             middle = first + 1 + furthest
             keep.add(middle)
             spans += [(first, middle), (middle, last)]

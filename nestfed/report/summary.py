@@ -187,7 +187,6 @@ def final_table(
     runs: Mapping[str, Sequence[History]],
     metric: str | Metric,
     more: Mapping[str, Mapping[str, Cell]] | None = None,
-    title: str = "",
 ) -> Table:
     """Return final values and total costs per method; `more` adds columns."""
     metric, more = find(metric), more or {}
@@ -199,7 +198,7 @@ def final_table(
     means = [fmean(values) for values in finals.values()]
     best = [i for i, mean in enumerate(means) if mean == metric.best(means)] if len(runs) > 1 else []
     columns = ["method", metric.name, *COST_COLUMNS, *more]
-    return Table(title or "Final values on test data", columns, rows, _seeds_note(runs), best)
+    return Table("Final values on test data", columns, rows, _seeds_note(runs), best)
 
 
 def _seeds_note(runs: Mapping[str, Sequence[History]]) -> str:
@@ -220,7 +219,7 @@ def _costs(records: Sequence[Record]) -> list[Cell]:
     ]
 
 
-def target_table(runs: Mapping[str, Sequence[History]], metric: str | Metric, target: float, title: str = "") -> Table:
+def target_table(runs: Mapping[str, Sequence[History]], metric: str | Metric, target: float) -> Table:
     """Return the cost of reaching a value per method: rounds, examples, bytes, seconds, and how many seeds reached it."""
     metric = find(metric)
     rows: list[list[Cell]] = []
@@ -232,7 +231,7 @@ def target_table(runs: Mapping[str, Sequence[History]], metric: str | Metric, ta
         "Costs up to the first evaluation that reaches the value, averaged over the seeds that reach it (last column)."
     )
     columns = ["method", *COST_COLUMNS, "seeds"]
-    return Table(title or f"Cost of reaching {metric.name} {_number(target)}", columns, rows, note)
+    return Table(f"Cost of reaching {metric.name} {_number(target)}", columns, rows, note)
 
 
 def reached(history: History, metric: str | Metric, target: float) -> Record | None:

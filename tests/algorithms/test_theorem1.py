@@ -82,9 +82,12 @@ def test_gradient_by_hand() -> None:
             assert ByHand(toy.problem.f, vector(x)).grad(vector(x), batch) == toy.problem.grad(vector(x), batch)
 
 
-def fafed(q: int, eta: float, alpha: float, rho: float, rounds: int, start: float) -> float:
-    """Return the common point after the move that follows the last synchronisation (line 12)."""
-    toy = Theorem1(start=start)
+def fafed(q: int, eta: float, alpha: float, rho: float, rounds: int) -> float:
+    """Return the common point after the move that follows the last synchronisation (line 12).
+
+    It starts at 2, on the straight piece of the functions; from the theorem's 10 it only takes longer.
+    """
+    toy = Theorem1(start=2.0)
     algorithm = a.FAFED(eta, alpha, beta=0.5, rho=rho)
     problem = ByHand(toy.problem.f, toy.problem.x0)
     result = simulate(problem, algorithm, toy.clients, rounds=rounds, q=q, mode="loop", progress=False)
@@ -92,18 +95,17 @@ def fafed(q: int, eta: float, alpha: float, rho: float, rounds: int, start: floa
     return float(s["x"] - eta * s["m"] / (s["v"].sqrt() + rho))
 
 
-# The slowest setting starts nearer, on the same straight piece; from 10 it only needs longer to come here.
 @pytest.mark.parametrize(
-    ("q", "eta", "alpha", "rho", "rounds", "start"),
-    [(1, 0.1, 0.5, 0.1, 700, 10.0), (5, 0.05, 0.05, 1.0, 400, 10.0), (20, 0.01, 0.01, 1.0, 150, 2.0)],
+    ("q", "eta", "alpha", "rho", "rounds"),
+    [(1, 0.1, 0.5, 0.1, 160), (5, 0.05, 0.05, 1.0, 120), (20, 0.01, 0.01, 1.0, 120)],
 )
-def test_fafed_converges(q: int, eta: float, alpha: float, rho: float, rounds: int, start: float) -> None:
-    assert abs(fafed(q, eta, alpha, rho, rounds, start)) < 0.01
+def test_fafed_converges(q: int, eta: float, alpha: float, rho: float, rounds: int) -> None:
+    assert abs(fafed(q, eta, alpha, rho, rounds)) < 0.01
 
 
 def test_fafed_stalls_with_long_steps() -> None:
     """q = 5 with η/ρ = 1: near the optimum A → ρ, and it stays near 0.98."""
-    ends = [fafed(5, 0.1, 0.5, 0.1, rounds, 2.0) for rounds in (150, 250)]
+    ends = [fafed(5, 0.1, 0.5, 0.1, rounds) for rounds in (40, 80)]
     assert np.abs(ends) == pytest.approx([0.98, 0.98], abs=0.01)
 
 

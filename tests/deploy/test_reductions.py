@@ -28,8 +28,7 @@ from nestfed.experiment.spec import RunSpec
 from tests.flower import checkpointed, deploy, simulated, toy
 
 
-@pytest.mark.parametrize("encode", ["", "int8/float16"])
-@pytest.mark.parametrize("name", ["fcsg-m", "scaffold"])
+@pytest.mark.parametrize(("name", "encode"), [("fcsg-m", ""), ("scaffold", "int8/float16")])
 @pytest.mark.parametrize("reduce", ["median", "trimmed:0.3", "clip:0.05"])
 def test_reductions_equal_the_simulation(name: str, reduce: str, encode: str, tmp_path: Path) -> None:
     options = {"participation": 4, "reduce": reduce, "encode": encode}

@@ -90,7 +90,7 @@ def test_without_notes_the_engine_counts_rows_and_records_no_loss(kind: str) -> 
 
 
 def test_what_cannot_be_clients_is_named() -> None:
-    with pytest.raises(NestfedError, match=r"object has no __len__, but clients need __len__ and sample\(n, t\)\."):
+    with pytest.raises(NestfedError, match=r"object has no __len__, but clients need __len__ and sample\(n, t\);"):
         as_clients(object())
     with pytest.raises(NestfedError, match=r"list has no sample\(n, t\), but clients need"):
         as_clients([1, 2])

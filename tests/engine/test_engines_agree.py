@@ -16,53 +16,49 @@ from torch import nn
 from nestfed import Classify, Examples
 from nestfed.algorithms import FedAvg, Scaffold
 from nestfed.core import NestfedError
-from tests.methods import CASES, run_some
+from tests.methods import CASES, FEW, run_some
 from tests.support import alive, children, close, ended, forked, images, on_two_ranks, simulate
 
-EVERY = pytest.mark.parametrize("name", CASES)
 
-
-@EVERY
-def test_workers(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_workers(name: str, tmp_path: Path) -> None:
+    """With absent clients; `check_modes` compares loop, vmap and two workers without."""
     loop = run_some(name, mode="loop", workers=1)
-    close(run_some(name, mode="loop", workers=3), loop)
     close(run_some(name, mode="vmap", workers=2), loop)
-
-
-@EVERY
-def test_workers_go_on_where_one_process_stopped(name: str, tmp_path: Path) -> None:
-    run_some(name, 2, mode="loop", workers=1, directory=tmp_path)
-    close(run_some(name, 4, mode="loop", workers=2, directory=tmp_path), run_some(name, 4, mode="loop", workers=1))
+    if name in FEW:
+        close(run_some(name, mode="loop", workers=3), loop)
+        run_some(name, 2, mode="loop", workers=1, directory=tmp_path)
+        close(run_some(name, 4, mode="loop", workers=2, directory=tmp_path), loop)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Every method; and a run resumes on two ranks where one process stopped, and the other way round."""
 
     def work() -> dict[str, Any]:
-        found = {}
-        for name in CASES:
-            result = run_some(name, mode="loop")
+        results = {name: run_some(name, mode="loop") for name in CASES}
+        for name in FEW:
             run_some(name, 2, mode="loop", directory=tmp_path / f"two-{name}")
-            resumed = run_some(name, mode="loop", directory=tmp_path / f"one-{name}")
-            found[name] = (dict(result.shared), dict(result.private), result.history, dict(resumed.shared))
-        return found
+        resumed = {name: dict(run_some(name, mode="loop", directory=tmp_path / f"one-{name}").shared) for name in FEW}
+        return {n: (dict(r.shared), dict(r.private), r.history, resumed.get(n)) for n, r in results.items()}
 
-    for name in CASES:
+    for name in FEW:
         run_some(name, 2, mode="loop", workers=1, directory=tmp_path / f"one-{name}")
     ranks = on_two_ranks(work, tmp_path)
     for name in CASES:
         loop = run_some(name, mode="loop", workers=1)
         for shared, _, history, resumed in (ranks[0][name], ranks[1][name]):
             torch.testing.assert_close(shared, dict(loop.shared), rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(resumed, dict(loop.shared), rtol=1e-10, atol=1e-10)
+            if name in FEW:
+                torch.testing.assert_close(resumed, dict(loop.shared), rtol=1e-10, atol=1e-10)
             assert [r["examples"] for r in history] == [r["examples"] for r in loop.history]
             assert [r["loss"] for r in history] == pytest.approx([r["loss"] for r in loop.history])
         for k, v in loop.private.items():  # each rank holds the private fields of its own clients only
             both = torch.cat([ranks[0][name][1][k], ranks[1][name][1][k]])
             torch.testing.assert_close(both, v, rtol=1e-10, atol=1e-10)
-        close(run_some(name, mode="loop", workers=1, directory=tmp_path / f"two-{name}"), loop)
-        lines = (tmp_path / f"two-{name}" / "record.jsonl").read_text().splitlines()
-        assert len(lines) == 4  # one record, whoever wrote it
+        if name in FEW:
+            close(run_some(name, mode="loop", workers=1, directory=tmp_path / f"two-{name}"), loop)
+            lines = (tmp_path / f"two-{name}" / "record.jsonl").read_text().splitlines()
+            assert len(lines) == 4  # one record, whoever wrote it
 
 
 @pytest.mark.parametrize("name", ["fcsg-m", "scaffold", "local-scgdm", "fmgda"])
@@ -104,7 +100,7 @@ def test_private_fields_on_disk(tmp_path: Path) -> None:
         close(disk, loop)
     simulate(problem, Scaffold(0.1), clients, rounds=2, memory_gb=1e-9, directory=tmp_path, **options)
     close(simulate(problem, Scaffold(0.1), clients, rounds=3, memory_gb=1e-9, directory=tmp_path, **options), loop)
-    assert not [p for p in tmp_path.iterdir() if p.suffix not in (".safetensors", ".jsonl")]
+    assert not [p for p in tmp_path.iterdir() if p.suffix not in (".safetensors", ".jsonl", ".json")]
 
 
 def test_batches_in_pieces() -> None:
@@ -171,7 +167,7 @@ def test_a_worker_that_dies_is_noticed_and_named(tmp_path: Path) -> None:
 def test_a_worker_that_breaks_tells_why() -> None:
     problem, clients = images()
     broken = Broken(clients.arrays, clients.parts, batch=6)
-    with pytest.raises(RuntimeError, match="a broken client"):
+    with pytest.raises(NestfedError, match=r"The clients' sample failed at client 3 .* ValueError: a broken client"):
         simulate(problem, FedAvg(0.1), broken, rounds=5, q=2, progress=False, mode="loop", workers=2)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import simulate
 
 from nestfed import Examples, Minimize
 from nestfed.algorithms import FedAvg
+from tests.support import simulate
 
 
 def squares() -> tuple[Minimize, Examples]:
@@ -70,7 +70,7 @@ def test_warnings_are_logged_too(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_only_who_asks_sees_the_log(configured: bool, tmp_path: Path) -> None:
     """In a process of its own, because pytest configures logging."""
     ask = "import logging; logging.basicConfig(level='INFO')\n" if configured else ""
-    code = f"{ask}from test_log import run; run(1, directory={str(tmp_path / 'run')!r})"
+    code = f"{ask}from tests.engine.test_log import run; run(1, directory={str(tmp_path / 'run')!r})"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **paths}, capture_output=True, text=True, check=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sys
 from pathlib import Path
@@ -57,6 +58,14 @@ def test_what_it_depends_on() -> None:
     assert epsilon(2.0, 0.1, 100, 1e-5) < base < epsilon(1.0, 0.2, 100, 1e-5)
     assert base < epsilon(1.0, 0.1, 200, 1e-5)
     assert epsilon(1.0, 0.1, 0, 1e-5) == 0
+
+
+def test_the_accountant_leaves_logging_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """absl configures the root logger at its first warning if the user has not."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    assert epsilon(1.0, 0.5, 10, 1e-5) > 0  # skips some orders
+    assert root.handlers == []
 
 
 def test_a_missing_accountant_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

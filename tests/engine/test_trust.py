@@ -502,7 +502,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a column": (lambda: run(evaluate=lambda m: {"loss": 1.0}), "'loss', which is a column of the record"),
     "a server": (lambda: run(method=Renamed(0.1)), "The server of renamed returns the fields y, but it shares x"),
     "a field": (lambda: run(method=Undeclared(0.1)), "undeclared declares the field 'z', but its state has x"),
-    "NaN": (lambda: run(nan), "The loss is infinite or NaN at client site 0, iteration 0 .* in f or the model"),
+    "NaN": (lambda: run(nan), "The loss is infinite, NaN or too large at client site 0, iteration 0 .* in f or the model"),
     "a worker": (
         lambda: run(some=Failing.of({"a": (X, Y), "b": (X, Y)}, batch=4), execution=LOOP),
         r"^The clients' sample failed at client b in round 1: OSError: disk on fire$",

@@ -156,16 +156,16 @@ def test_word_loss_falls(name: str) -> None:
         problem,
         build(name, **SIX[name]),
         clients,
-        rounds=10,
+        rounds=6,
         q=5,
-        every=5,
+        every=3,
         evaluate=lambda model: {"perplexity": math.exp(word_loss(model, held))},
         progress=False,
     )
     found = [r["perplexity"] for r in result.history if "perplexity" in r]
     assert found[0] == pytest.approx(WORDS, rel=0.05)
     assert found[-1] < 0.8 * found[0]
-    assert all(b < 1.05 * a for a, b in pairwise(found))
+    assert all(b < 1.1 * a for a, b in pairwise(found))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fafed"])
@@ -239,7 +239,7 @@ def test_the_small_size_learns(real: Path, name: str) -> None:
         made.problem, made.algorithm, made.clients, rounds=8, q=10, every=2, evaluate=made.evaluate, progress=False
     )
     found = [r["val_perplexity"] for r in result.history if "val_perplexity" in r]
-    assert all(b < 1.05 * a for a, b in pairwise(found))
+    assert all(b < 1.1 * a for a, b in pairwise(found))
     assert found[-1] < 0.3 * found[0]
 
 

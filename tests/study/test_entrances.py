@@ -128,7 +128,7 @@ def test_the_same_tables_give_the_same_inputs(tables: dict[str, Path], tmp_path:
 
 
 @pytest.mark.parametrize("lacking", ["ward", "age"])
-@pytest.mark.parametrize("entrance", ["estimator", "train", "deployment", "unscaled", "evaluate", "predict"])
+@pytest.mark.parametrize("entrance", ["estimator", "train", "deployment", "unscaled", "evaluate"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_column_that_a_site_lacks_is_an_error(
     entrance: str, lacking: str, tables: dict[str, Path], tmp_path: Path
@@ -152,14 +152,19 @@ def test_a_column_that_a_site_lacks_is_an_error(
     elif entrance == "deployment":
         with pytest.raises(NestfedError, match=words):
             of_deployment(files)
-    elif entrance == "evaluate":
+    else:
         with pytest.raises(NestfedError, match=f"Site b has no column '{lacking}'"):
             of_estimator(tables)[0].evaluate(short)
-    else:
-        data = read_sites(list(tables.values()), "died")
-        export.write(train.train(data, "died", "auroc", **QUICK), tmp_path / "out", [])
-        with pytest.raises(NestfedError, match=rf"short/b\.csv has no column '{lacking}'"):
-            predict(tmp_path / "out", files["b"], tmp_path / "p.csv")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_column_that_a_new_table_lacks_is_an_error(tables: dict[str, Path], tmp_path: Path) -> None:
+    data = read_sites(list(tables.values()), "died")
+    export.write(train.train(data, "died", "auroc", **QUICK), tmp_path / "out", [])
+    for lacking in ("ward", "age"):
+        pd.read_csv(tables["b"]).drop(columns=lacking).to_csv(tmp_path / "short.csv", index=False)
+        with pytest.raises(NestfedError, match=rf"short\.csv has no column '{lacking}'"):
+            predict(tmp_path / "out", tmp_path / "short.csv", tmp_path / "p.csv")
 
 
 @pytest.mark.filterwarnings("ignore")

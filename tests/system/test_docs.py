@@ -50,6 +50,20 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(there), f"{page.name}: {target}"
 
 
+def test_names_that_readers_import_are_on_the_api_page() -> None:
+    listed = set(re.findall(r"\w+", (DOCS / "api.md").read_text(encoding="utf-8")))
+    pages = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples").glob("*.py")]
+    imports = re.compile(r"^ *from nestfed[\w.]* import (.+)$", re.MULTILINE)
+    used = {
+        name.strip()
+        for page in pages
+        for names in imports.findall(page.read_text(encoding="utf-8"))
+        for name in names.split(",")
+    }
+    assert "simulate" in used
+    assert used - listed == set()
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"[\w/-]+\.md", nav))

@@ -1,12 +1,14 @@
 """The estimators with their defaults on real data; each of five seeds has its own test set, clients, start and batches.
 
     python papers/measurements/estimators/measure.py
+    python papers/measurements/estimators/measure.py heart-disease --seeds 2 --rounds 2    # a look
 
 Prints the table of papers/measurements/choosing.md; needs eICU, heart disease and Fashion-MNIST (see docs/data.md).
 """
 
 from __future__ import annotations
 
+import argparse
 from statistics import fmean, stdev
 from typing import Any
 
@@ -18,7 +20,6 @@ from nestfed.experiment.prepare import prepare
 from nestfed.experiment.spec import read
 from nestfed.metrics import auroc, average_precision
 
-SEEDS = 5
 KINDS: dict[str, Any] = {
     "FederatedAUC": FederatedAUC,
     "FederatedAUPRC": FederatedAUPRC,
@@ -32,10 +33,16 @@ WORKS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("works", nargs="*", metavar="work", help=f"{', '.join(WORKS)}; by default all")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=50)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    for name, changes in WORKS.items():
+    for name in options.works or WORKS:
+        changes = WORKS[name]
         found: dict[str, dict[str, list[float]]] = {kind: {"AUROC": [], "AP": []} for kind in KINDS}
-        for seed in range(SEEDS):
+        for seed in range(options.seeds):
             split = {"data.split": seed} if not changes else {}
             experiment = read(name).with_overrides({**changes, **split, "data.validation": 0.0})
             made = prepare(experiment.data, experiment.partition, seed)
@@ -43,7 +50,7 @@ def main() -> None:
             sites = [(x[part], made.y[part].numpy()) for part in made.parts]
             for kind, make in KINDS.items():
                 hidden = {"hidden": (64,)} if changes else {}
-                model = make(rounds=50, q=10, random_state=seed, **hidden).fit(sites)
+                model = make(rounds=options.rounds, q=10, random_state=seed, **hidden).fit(sites)
                 score, truth = model.predict_proba(test)[:, 1], made.test.y.numpy()
                 found[kind]["AUROC"].append(auroc(score, truth))
                 found[kind]["AP"].append(average_precision(score, truth))

@@ -8,6 +8,7 @@ Twenty clients hold handwritten digits (5 to 9 are the positives). A seeded shar
 - nan: NaN (those are dropped: on_nan = "drop").
 
     python papers/measurements/robust/measure.py          # writes results.json beside this file and papers/figures/robust.png
+    python papers/measurements/robust/measure.py --rounds 2 --out runs/robust    # a look: writes both files there
 """
 
 from __future__ import annotations
@@ -201,8 +202,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
     found = measure(options.rounds, options.out / "results.json")
-    draw(found, HERE.parents[1] / "figures" / "robust.png")
+    draw(found, (HERE.parents[1] / "figures" if options.out == HERE else options.out) / "robust.png")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from nestfed.data.tables import Array, Dataset, load_table, read_eicu, read_hear
 
 __all__ = ["Checked", "Dataset", "File", "Source", "Split", "check", "fetch", "load", "load_table", "names", "where"]
 
-CACHE_VERSION = 1  # increase it when the output of a decoder changes
+CACHE_VERSION = 2  # increase it when the output of a decoder or the format of the cache changes
 DIGITS = tuple("0123456789")
 CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -198,7 +198,7 @@ def _from_arrays(arrays: dict[str, Array], names: dict[str, Any]) -> Split:
         begin = f"{part}.column."
         columns = {name.removeprefix(begin): a for name, a in arrays.items() if name.startswith(begin)}
         x, y = arrays[f"{part}.x"], arrays[f"{part}.y"]
-        parts[part] = Dataset(x, y, columns, schema_from_json(note.get("schema", ())), tuple(note["classes"]))
+        parts[part] = Dataset(x, y, columns, schema_from_json(note["schema"]), tuple(note["classes"]))
     return Split(**parts)
 
 

@@ -157,23 +157,25 @@ class Fold:
             )
         if reduction.clips:
             fields = reduction.clipped(fields, self.base)
-        weights = [1.0] * len(upload.ns) if self.weight is None else [self.weight(n) for n in upload.ns]
+        weights = None if self.weight is None else [self.weight(n) for n in upload.ns]
         for k, v in fields.items():
             if reply.rows:
                 put(reply.rows[k], upload.places, v)
             else:
-                v = v if self.weight is None else _weighed(v, weights)
+                v = _weighed(v, weights)
                 reply.sums[k].add_(v.sum(0) if len(v) > 1 else v[0])
         reply.answered += upload.ns
         reply.places += upload.places
-        reply.weight += sum(weights)
+        reply.weight += len(upload.ns) if weights is None else sum(weights)
         reply.loss += float(_weighed(upload.loss, weights).sum())
         reply.moved += float(_weighed(upload.moved, weights).sum())
         reply.examples += upload.examples
         reply.evaluations += upload.evaluations
 
 
-def _weighed(rows: Tensor, weights: Sequence[float]) -> Tensor:
+def _weighed(rows: Tensor, weights: Sequence[float] | None) -> Tensor:
+    if weights is None:
+        return rows
     return rows * rows.new_tensor(weights).view(-1, *[1] * (rows.dim() - 1))
 
 

@@ -20,8 +20,12 @@ def load(place: Path) -> tuple[Any, dict[str, Any]]:
     found = next((p for p in (place, place / "model") if (p / "table.json").is_file()), None)
     if found is None:
         raise NestfedError(f"{place} contains no model: expected the output directory of `nestfed train`.")
-    table = json.loads((found / "table.json").read_text(encoding="utf-8"))
-    return KINDS[table["objective"]].load(found), table
+    try:
+        table = json.loads((found / "table.json").read_text(encoding="utf-8"))
+        kind = KINDS[table["objective"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise NestfedError(f"{found / 'table.json'} cannot be read: {error}.") from error
+    return kind.load(found), table
 
 
 def predict(place: Path, file: Path, out: Path) -> int:

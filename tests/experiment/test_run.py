@@ -66,3 +66,11 @@ def test_jobs_in_parallel_processes(tmp_path: Path) -> None:
         records = read_record(jobs[0].out / "record.jsonl")
         found[workers] = {"error": str(errors["bad"]), "records": [{**r, "seconds": 0} for r in records]}
     assert found[1] == found[2]
+
+
+def test_a_missing_method_is_named_even_if_the_directory_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("of a comparison")
+    with pytest.raises(NestfedError, match=r"no algorithm: set algorithm\.name"):
+        run(from_tables({k: v for k, v in ALONE.items() if k != "algorithm"}), tmp_path)
+    with pytest.raises(NestfedError, match="is not empty and contains no run"):
+        run(from_tables(ALONE), tmp_path)

@@ -128,6 +128,11 @@ def test_predict_writes_probabilities(trained: Path, files: list[Path], tmp_path
     frame.drop(columns=["area"]).to_csv(tmp_path / "short.csv", index=False)
     with pytest.raises(NestfedError, match="has no column 'area'"):
         predict(trained, tmp_path / "short.csv", out)
+    (tmp_path / "damaged").mkdir()
+    for text in ("{", "[]", '{"objective": "speed"}'):
+        (tmp_path / "damaged" / "table.json").write_text(text)
+        with pytest.raises(NestfedError, match=r"table\.json cannot be read"):
+            predict(tmp_path / "damaged", tmp_path / "new.csv", out)
     with pytest.raises(NestfedError, match="contains no model"):
         predict(tmp_path, tmp_path / "new.csv", out)
 

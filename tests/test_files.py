@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from nestfed.core import NestfedError
 from nestfed.files import NAME, locked
-from tests.support import holder, simulate
+from tests.support import holder, in_new_process, simulate
 
 
 def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
@@ -127,19 +128,22 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> Non
 
 def test_a_system_without_locks_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """As on Windows: everything can be imported and listed; what needs locks says so at first use."""
-    code = (
-        "import sys; sys.modules['fcntl'] = None; from nestfed.cli.main import main; "
-        "sys.argv = ['nestfed', *sys.argv[1:]]; main()"
-    )
 
-    def nestfed(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    def work() -> None:
+        sys.modules["fcntl"] = None  # type: ignore[assignment]
+        main = importlib.import_module("nestfed.cli.main").main
+        sys.argv = ["nestfed", "list"]
+        with contextlib.suppress(SystemExit):
+            main()
+        sys.argv = ["nestfed", "run", "demo", "algorithm.name=fcsg-m", "algorithm.alpha=1.0"]
+        main()
 
-    assert "fcsg-m" in nestfed("list").stdout
-    refused = nestfed("run", "demo", "algorithm.name=fcsg-m", "algorithm.alpha=1.0")
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1
-    assert "needs file locks (fcntl)" in refused.stderr
+    said = in_new_process(work, tmp_path)
+    assert "fcsg-m" in said.out
+    assert said.code == 2
+    assert said.err.count("\n") == 1
+    assert "needs file locks (fcntl)" in said.err
+    assert not (tmp_path / "runs").exists()  # a run that was refused leaves nothing
 
 
 def test_a_simulation_needs_no_directory_to_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:

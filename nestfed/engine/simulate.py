@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,47 +119,21 @@ def simulate(
     group = Group.join(device)
     problem.to(device)
     clients = clients.seeded(seed).to(device)
-    start = problem.x0 if x0 is None else x0.detach().to(problem.x0)
-    if start.shape != problem.x0.shape:
-        raise NestfedError(f"x0 has shape {tuple(start.shape)}, but the model has {problem.x0.numel()} parameters.")
-    N = len(clients)
-    probe.inspect(problem, clients, seed, probe.some(N))
-    noise = Noise.plan(exchange, N)
-    statement = noise.statement(rounds, method.shared) if noise else ""
+    start = _start(problem, x0)
+    probe.inspect(problem, clients, seed, probe.some(len(clients)))
+    rules = _rules(problem, method, clients, exchange, seed)
+    statement = rules.noise.statement(rounds, method.shared) if rules.noise else ""
     path = None if directory is None else make_directory(Path(directory))
     with locked(path) if path is not None and group.leads else nullcontext():
         probed = probe.Probe.of(problem, clients, seed, start) if path is not None and group.leads else None
-        template = method.init(problem, start)
-        if absent := [k for k in (*method.shared, *method.private) if k not in template._fields]:
-            raise NestfedError(
-                f"{method.name} declares the field {absent[0]!r}, but its state has {', '.join(template._fields)}."
-            )
-        state = RunState.start(method, template, N)
-        federation = _federation(problem, method, clients, template, state, seed, exchange, execution, path, group)
+        template = _template(method, problem, start)
+        state = RunState.start(method, template, len(clients))
+        federation = _federation(rules, clients, seed, template, state, execution, path, group)
         del template
-        weights = [float(clients.examples(n)) for n in range(N)] if exchange.weights == "examples" else []
-        if weights and min(weights) <= 0:
-            raise NestfedError(
-                "exchange.weights = 'examples' needs clients that count their examples; use 'equal' here."
-            )
-        rules = Rules(problem, method, exchange, N, noise, seed, (lambda: sum(weights)) if weights else None)
-
-        def judge(state: RunState) -> Mapping[str, float]:
-            found: dict[str, float] = {}
-            private = federation.private() if measure is not None else {}  # every rank takes part
-            if not group.leads:
-                return found
-            if evaluate is not None:
-                with torch.no_grad():
-                    found |= _named("evaluate", evaluate(problem.bind(state.shared[method.point])))
-            if measure is not None:
-                found |= _named("measure", measure(state.shared, private))
-            return found
-
-        plan = Plan(rules, rounds, q, seed, evaluation, judge if evaluate or measure else None)
+        plan = Plan(rules, rounds, q, seed, evaluation, _judge(rules, federation, group, evaluate, measure))
         if path is not None:
             _compare(path, probed, federation)
-        identity = f"{described(method)} q={q} seed={seed} N={N} d={start.numel()} {exchange!r}"
+        identity = f"{described(method)} q={q} seed={seed} N={len(clients)} d={start.numel()} {exchange!r}"
         book = RunDirectory(
             path, identity, federation, point=method.point, rounds=rounds, evaluation=evaluation,
             checkpoint_every=execution.checkpoint_every, leads=group.leads,
@@ -180,6 +154,63 @@ def simulate(
             x, problem.module(x), book.history, dict(state.shared), dict(federation.own()), _profile(book.laps),
             statement,
         )  # fmt: skip
+
+
+def _start(problem: Problem, x0: Tensor | None) -> Tensor:
+    """Return the starting point: the user's, or the model's own parameters."""
+    if x0 is None:
+        return problem.x0
+    if x0.shape != problem.x0.shape:
+        raise NestfedError(f"x0 has shape {tuple(x0.shape)}, but the model has {problem.x0.numel()} parameters.")
+    return x0.detach().to(problem.x0)
+
+
+def _template(method: AnyAlgorithm, problem: Problem, start: Tensor) -> Any:
+    """Return the state of a client that has not trained yet, with every field that the method declares."""
+    template = method.init(problem, start)
+    if absent := [k for k in (*method.shared, *method.private) if k not in template._fields]:
+        raise NestfedError(
+            f"{method.name} declares the field {absent[0]!r}, but its state has {', '.join(template._fields)}."
+        )
+    return template
+
+
+def _rules(problem: Problem, method: AnyAlgorithm, clients: Clients, exchange: Exchange, seed: int) -> Rules:
+    """Return the rules by which rounds are closed: weights and noise as the exchange says."""
+    N = len(clients)
+    total = None
+    if exchange.weights == "examples":
+        counts = [clients.examples(n) for n in range(N)]
+        if min(counts) <= 0:
+            raise NestfedError(
+                "exchange.weights = 'examples' needs clients that count their examples; use 'equal' here."
+            )
+        total = partial(float, sum(counts))
+    return Rules(problem, method, exchange, N, Noise.plan(exchange, N), seed, total)
+
+
+def _judge(
+    rules: Rules, federation: Federation, group: Group,
+    evaluate: Callable[[Any], Mapping[str, float]] | None,
+    measure: Callable[[Fields, Fields], Mapping[str, float]] | None,
+) -> Callable[[RunState], Mapping[str, float]] | None:  # fmt: skip
+    """Return what judges a state by the user's functions, or None if there are none."""
+    if evaluate is None and measure is None:
+        return None
+
+    def judge(state: RunState) -> Mapping[str, float]:
+        found: dict[str, float] = {}
+        private = federation.private() if measure is not None else {}  # every rank takes part
+        if not group.leads:
+            return found
+        if evaluate is not None:
+            with torch.no_grad():
+                found |= _named("evaluate", evaluate(rules.problem.bind(state.shared[rules.method.point])))
+        if measure is not None:
+            found |= _named("measure", measure(state.shared, private))
+        return found
+
+    return judge
 
 
 def _named(function: str, values: Any) -> dict[str, float]:
@@ -212,10 +243,11 @@ def _compare(path: Path, probed: probe.Probe | None, federation: Federation) -> 
 
 
 def _federation(
-    problem: Problem, method: AnyAlgorithm, clients: Clients, template: Any, state: RunState, seed: int,
-    exchange: Exchange, execution: Execution, path: Path | None, group: Group,
+    rules: Rules, clients: Clients, seed: int, template: Any, state: RunState, execution: Execution,
+    path: Path | None, group: Group,
 ) -> Federation:  # fmt: skip
     """Return the federation: clients in this process or in workers, on one rank or several."""
+    problem, method, exchange = rules.problem, rules.method, rules.exchange
     device, N = torch.device(execution.device), len(clients)
     vectorised = _vectorise(execution, problem, clients)
     if vectorised:

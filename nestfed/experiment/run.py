@@ -27,7 +27,7 @@ from nestfed.engine.run_directory import Interrupted
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import Assembly, assemble
 from nestfed.experiment.spec import Experiment, from_tables, identity
-from nestfed.files import locked, write_atomically, write_model
+from nestfed.files import locked, require_locks, write_atomically, write_model
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
@@ -85,6 +85,7 @@ def run(
     """
     from nestfed.experiment.build import method
 
+    require_locks()
     method(experiment)  # reject a wrong method first: its directory may be that of a comparison
     fresh = not out.exists()
     if leads():

@@ -6,12 +6,7 @@ When the library's interface changes, this file changes with it and no case does
 from __future__ import annotations
 
 import csv
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,8 +32,8 @@ from nestfed.models import build as network
 from nestfed.problems.classify import Classify
 from nestfed.problems.maml import MAML
 from tests.toys import SETTINGS
+from tests.values.registry import plain
 
-ROOT = Path(__file__).resolve().parents[2]
 Values = dict[str, Any]
 Settings = Mapping[str, Any]
 LEFT_OUT = ("seconds",)
@@ -140,25 +135,12 @@ def _exchange(s: Settings) -> Exchange:
 
 def on_two_ranks(runs: Mapping[str, Settings]) -> Values:
     """Run on two ranks that share the clients out; return what each of them holds, by run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path}
+    from tests import support
+
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "runs.json").write_text(json.dumps(dict(runs)))
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.values.rank", name],
-                env={**os.environ, **told, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]
-        ended = [p.wait(300) for p in ranks]
-        if any(ended):
-            raise RuntimeError("A rank failed; what it said stands above.")
-        return {f"rank {r}": json.loads((folder / f"rank-{r}.json").read_text()) for r in range(2)}
+        # Whole, because the arrays of toys are small.
+        ranks = support.on_two_ranks(lambda: {n: plain(simulated(s), whole=True) for n, s in runs.items()}, Path(name))
+    return {f"rank {r}": found for r, found in enumerate(ranks)}
 
 
 def over_flower(settings: Settings) -> Values:

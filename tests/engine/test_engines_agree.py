@@ -20,15 +20,14 @@ from tests.methods import CASES, FEW, run_some
 from tests.support import alive, children, close, ended, forked, images, on_two_ranks, simulate
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FEW)
 def test_workers(name: str, tmp_path: Path) -> None:
-    """With absent clients; `check_modes` compares loop, vmap and two workers without."""
+    """With absent clients; the contract compares loop, vmap and two workers for every method without."""
     loop = run_some(name, mode="loop", workers=1)
     close(run_some(name, mode="vmap", workers=2), loop)
-    if name in FEW:
-        close(run_some(name, mode="loop", workers=3), loop)
-        run_some(name, 2, mode="loop", workers=1, directory=tmp_path)
-        close(run_some(name, 4, mode="loop", workers=2, directory=tmp_path), loop)
+    close(run_some(name, mode="loop", workers=3), loop)
+    run_some(name, 2, mode="loop", workers=1, directory=tmp_path)
+    close(run_some(name, 4, mode="loop", workers=2, directory=tmp_path), loop)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

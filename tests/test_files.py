@@ -20,7 +20,7 @@ from nestfed.files import NAME, locked
 from tests.support import holder, in_new_process, simulate
 
 
-def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_the_second_learns_who_the_first_is(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         with pytest.raises(NestfedError) as refused, locked(tmp_path):
             pass

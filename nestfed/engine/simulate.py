@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from multiprocessing import current_process
@@ -128,25 +128,22 @@ def simulate(
         probed = probe.Probe.of(problem, clients, seed, start) if path is not None and group.leads else None
         template = _template(method, problem, start)
         state = RunState.start(method, template, len(clients))
-        federation = _federation(rules, clients, seed, template, state, execution, path, group)
-        del template
-        plan = Plan(rules, rounds, q, seed, evaluation, _judge(rules, federation, group, evaluate, measure))
-        if path is not None:
-            _compare(path, probed, federation)
-        identity = f"{described(method)} q={q} seed={seed} N={len(clients)} d={start.numel()} {exchange!r}"
-        book = RunDirectory(
-            path, identity, federation, point=method.point, rounds=rounds, evaluation=evaluation,
-            checkpoint_every=execution.checkpoint_every, leads=group.leads,
-        )  # fmt: skip
-        try:
+        with closing(_federation(rules, clients, seed, template, state, execution, path, group)) as federation:
+            del template
+            plan = Plan(rules, rounds, q, seed, evaluation, _judge(rules, federation, group, evaluate, measure))
+            if path is not None:
+                _compare(path, probed, federation)
+            identity = f"{described(method)} q={q} seed={seed} N={len(clients)} d={start.numel()} {exchange!r}"
+            book = RunDirectory(
+                path, identity, federation, point=method.point, rounds=rounds, evaluation=evaluation,
+                checkpoint_every=execution.checkpoint_every, leads=group.leads,
+            )  # fmt: skip
             state = book.resume(state, device)
             if statement and path is not None and group.leads:
                 write_atomically(path / "privacy.txt", f"{statement}\n".encode())
             book.progress = Progress(method.name, rounds, state.round, progress if group.leads else False)
             with book, book.deferred_interrupt(), torch.no_grad():
                 drive(plan, state, federation, book)
-        finally:
-            federation.close()
         x = state.shared[method.point]
         if evaluation.keep != "last":
             x = federation.agree(state.outcome(method.point, evaluation.keep))

@@ -113,6 +113,8 @@ def markdown(found: dict[str, Evidence]) -> str:
         "  other work, so they show what a reproduction costs and do not compare methods.",
         "- **loss_k** is a meta-learner's mean squared error on unseen tasks after k inner steps, **r2_k** the share of the targets'",
         "  mean square that it explains, and **ap** the average precision.",
+        "- **Changed since these runs**: a correction is clipped as a whole (Acc-FCSG-M and FMGDA on CIFAR-10 and Omniglot), and",
+        "  `local` trains each client on its own draws (`local` on eICU and heart disease). A repetition will differ there.",
         "",
         f"{len(outcomes)} statements (the papers' claims, and whether we reach their values) on {len(found)} figures and tables: {counts}."
         if outcomes

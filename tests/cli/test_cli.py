@@ -187,7 +187,7 @@ def test_a_divergent_step_names_client_and_iteration(here: Here) -> None:
         ("run = 3", ("[run]", "table")),
     ],
 )
-def test_a_wrong_file_is_told_by_line_and_key(text: str, expected: tuple[str, ...], here: Here) -> None:
+def test_a_wrong_file_is_reported_by_line_and_key(text: str, expected: tuple[str, ...], here: Here) -> None:
     (here.cwd / "e.toml").write_text(text)
     here.refused(("run", "e.toml"), "e.toml", *expected)
 

@@ -953,13 +953,13 @@ def test_download(server: Server, tmp_path: Path) -> None:
     assert len(server.seen) == 1  # it was there already
 
 
-def test_interrupted_download_goes_on_by_itself(server: Server, tmp_path: Path) -> None:
+def test_interrupted_download_resumes_by_itself(server: Server, tmp_path: Path) -> None:
     server.cut = [1_000_000, 500_000]
     assert files.download(FILE, f"{server.url}/a.bin", tmp_path).read_bytes() == BODY
     assert [asked for _, asked in server.seen] == [None, "bytes=1000000-", "bytes=1500000-"]
 
 
-def test_interrupted_download_goes_on_next_time(server: Server, tmp_path: Path) -> None:
+def test_interrupted_download_resumes_next_time(server: Server, tmp_path: Path) -> None:
     server.cut = [700_000, *[0] * (files.TRIES - 1)]
     with pytest.raises(NestfedError) as error:
         files.download(FILE, f"{server.url}/a.bin", tmp_path)
@@ -991,7 +991,7 @@ def test_wrong_download_never_gets_the_name(server: Server, tmp_path: Path, body
     assert files.download(FILE, f"{server.url}/a.bin", tmp_path).read_bytes() == BODY
 
 
-def test_a_wrong_checksum_is_told(server: Server, tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_reported(server: Server, tmp_path: Path) -> None:
     server.content["a.bin"] = BODY[:-1] + b"!"
     with pytest.raises(NestfedError) as error:
         files.download(FILE, f"{server.url}/a.bin", tmp_path)

@@ -184,7 +184,7 @@ def test_a_site_that_lost_its_disk(rule: str, tmp_path: Path) -> None:
     assert ("starts over" in log) == (rule == "restart")
 
 
-def test_too_few_answers_stop_the_run_and_it_goes_on(tmp_path: Path) -> None:
+def test_too_few_answers_stop_the_run_which_can_be_resumed(tmp_path: Path) -> None:
     study = toy("fmgda", rounds=3)
     with pytest.raises(NestfedError, match="too few answers 2 times"):
         deploy(study, tmp_path, 5, lambda n, r, m: None if r == 2 and n < 2 else m, min_sites=4, attempts=2)
@@ -372,7 +372,7 @@ def test_a_site_that_keeps_its_answers_back(seconds: float, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.5, 25), (100.0, 6)])
-def test_a_run_goes_on_without_a_site_that_keeps_back(seconds: float, rounds: int, tmp_path: Path) -> None:
+def test_a_run_continues_without_a_site_that_does_not_answer(seconds: float, rounds: int, tmp_path: Path) -> None:
     """With `min-sites` the others begin before it is known; then one round at most ends without it."""
     study = toy("fcsg-m", rounds=rounds)
     apps = federation(study, tmp_path, 5)

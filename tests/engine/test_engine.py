@@ -192,7 +192,7 @@ class Slow(Examples):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_saves_and_says_how_to_go_on(workers: int, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_says_how_to_continue(workers: int, tmp_path: Path) -> None:
     problem, clients = images()
     slow = Slow(clients.arrays, clients.parts, batch=6)
     options = {**OPTIONS, "workers": workers}
@@ -251,7 +251,7 @@ def test_a_bad_number_names_client_and_iteration(mode: str, tmp_path: Path) -> N
     assert torch.equal(healed.x, simulate(problem, Scaffold(0.1), good, rounds=rounds, **options).x)
 
 
-def test_divergence_is_told() -> None:
+def test_divergence_is_reported() -> None:
     toy = Quadratic(4, 3)
     with pytest.raises(NestfedError, match="the step size is too large"):
         simulate(toy.problem, FedAvg(1e200), toy.clients, rounds=50, q=5, progress=False)

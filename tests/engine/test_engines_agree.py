@@ -195,8 +195,10 @@ def test_no_orphans(how: signal.Signals, tmp_path: Path) -> None:
     log = tmp_path / "log"
     parent = forked(lambda: simulate(problem, FedAvg(0.1), slow, rounds=10_000, **options), log)
     deadline = time.monotonic() + 30
-    while len(workers := children(parent)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    record = tmp_path / "run" / "record.jsonl"
+    while not (record.exists() and record.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)  # before the first round Ctrl-C is Python's own
+    workers = children(parent)
     assert len(workers) == 2
     if how == signal.SIGINT:
         os.killpg(parent, how)  # as a terminal does it

@@ -35,7 +35,7 @@ def test_data(mode: str, value: float) -> None:
 
 
 @MODES
-def test_loss_gradient_and_inner_value_are_told_apart(mode: str) -> None:
+def test_loss_gradient_and_inner_value_are_distinguished(mode: str) -> None:
     x0 = torch.ones(2, dtype=torch.float64)
 
     class Ones:

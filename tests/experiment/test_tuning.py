@@ -62,7 +62,7 @@ def test_pauses_are_evaluations_at_a_quarter_and_at_half() -> None:
     assert pauses(10, 10) == []
 
 
-def test_the_better_half_goes_on_whoever_reports_first() -> None:
+def test_the_better_half_continues_whoever_reports_first() -> None:
     values = {10: [0.5, 0.9, 0.1, 0.7, 0.6], 20: {1: 0.2, 3: 0.8, 4: 0.8}}
     study = optuna.create_study(direction="maximize", pruner=Halving(6, [10, 20], find("ap")))  # the sixth failed
     trials = [study.ask() for _ in range(6)]
@@ -377,7 +377,7 @@ def test_tuned_file_is_the_experiment_with_the_choice(tmp_path: Path) -> None:
     assert tuned_tables(experiment, {})["methods"] == {}
 
 
-def test_a_paused_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_paused_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     experiment = read("demo").with_overrides({**SMALL, "algorithm.name": "fcsg-m", "algorithm.alpha": 0.3})
     whole = run(experiment, tmp_path / "whole", progress=False, picture=False)
     for until in (1, 3):

@@ -366,7 +366,7 @@ def test_the_start_reaches_nothing() -> None:
     assert Run("A", "x", 0, "ap", curve(0.9, 0.8)).reach(0.85) is None
 
 
-def test_settings_that_were_chosen_are_told_once_also_schedules() -> None:
+def test_chosen_settings_are_shown_once_also_schedules() -> None:
     schedule = {"scale": 2.0, "power": 1 / 3}
     runs = [Run("MNIST", "x", s, "ap", curve(0.1, 0.5), {"algorithm.eta": schedule, "algorithm.a": a}) for s, a in enumerate((0.1, 0.9, 0.1))]  # fmt: skip
     evidence = Evidence("fcsg-table2", "standard", runs)

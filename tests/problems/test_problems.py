@@ -512,7 +512,7 @@ def refused(problem: Any, batch: Any, message: str, algorithm: Any = None) -> No
         assert "\n" not in str(error.value)
 
 
-def test_wrong_shapes_are_told() -> None:
+def test_wrong_shapes_are_reported() -> None:
     x = normal(3)
     refused(Minimize(lambda m, b: b @ m, x), X, r"f must return one number .* \(3,\)")
     refused(

@@ -97,7 +97,7 @@ def test_a_table_tells_means_deviations_and_costs() -> None:
     assert list(table.best) == [1]
 
 
-def test_the_cost_of_a_target_is_told_per_seed() -> None:
+def test_the_cost_of_a_target_is_reported_per_seed() -> None:
     seeds = [history((0, 0.1), (2, 0.6), (4, 0.5)), history((0, 0.1), (2, 0.5), (4, 0.6)), history((0, 0.1), (4, 0.4))]
     table = target_table({"a": seeds, "b": [history((0, 0.2))]}, "ap", 0.55)
     assert list(table.rows[0]) == ["a", "3 ± 1.4", "300 ± 141", "24 B ± 11.3 B", "0.30 ± 0.14", "2 of 3"]
@@ -184,7 +184,7 @@ def test_a_chart_shows_the_part_that_matters() -> None:
     assert view([]).shown == (0.0, 1.0)
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_reported() -> None:
     with pytest.raises(NestfedError, match="must not decrease"):
         Line("a", [0, 1, 0.5], [0, 0, 0])
     with pytest.raises(NestfedError, match="a row has 1 cells, but there are 2 columns"):

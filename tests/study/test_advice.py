@@ -84,7 +84,7 @@ def test_smoothness_of_a_saddle_counts_both_players() -> None:
     assert_allclose(smoothness(toy.problem, toy.clients, steps=300), exact, rtol=1e-3)
 
 
-def test_a_step_size_beyond_the_theorem_is_told_with_its_bound() -> None:
+def test_a_step_size_beyond_the_theorem_is_reported_with_its_bound() -> None:
     L = 4.0
     for name, fine, hyper in (("fcsg", 1 / (6 * 5 * L), {}), ("fcsg-m", 1 / (6 * 5 * L) * 0.99, {"beta": 1.0})):
         with warnings.catch_warnings():
@@ -133,7 +133,7 @@ def record(n: int, drift: float = 0.0, **values: float) -> dict[str, Any]:
     return {"round": n, "drift": drift, **values}
 
 
-def test_drift_is_told_when_it_is_there() -> None:
+def test_drift_is_reported_when_present() -> None:
     far = [record(n, drift=4.0) for n in range(1, 11)]
     with pytest.warns(
         NestfedWarning, match=r"distance from the mean is 2, more than the whole training moved the mean \(1\)"
@@ -150,7 +150,7 @@ def test_drift_is_told_when_it_is_there() -> None:
         FederatedClassifier(rounds=5, q=30, lr=lambda t: 1.0, hidden=()).fit(opposed)
 
 
-def test_a_stalled_auroc_is_told() -> None:
+def test_a_stalled_auroc_is_reported() -> None:
     rng = np.random.default_rng(0)
     noise = [(rng.normal(size=(400, 2)), rng.integers(0, 2, 400)) for _ in range(2)]
     test = rng.normal(size=(4000, 2)), rng.integers(0, 2, 4000)

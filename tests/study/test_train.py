@@ -285,7 +285,7 @@ def test_mistakes_in_the_call(files: list[Path], tmp_path: Path) -> None:
         read_sites(same, "malignant")
 
 
-def test_a_site_of_one_class_is_welcome_and_told(files: list[Path], tmp_path: Path) -> None:
+def test_a_site_of_one_class_is_accepted_and_reported(files: list[Path], tmp_path: Path) -> None:
     paths = broken(files, tmp_path, 1, lambda f: f[f["malignant"] == 0])
     options = [
         "--target",

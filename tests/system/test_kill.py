@@ -342,7 +342,7 @@ def test_a_checkpoint_cut_at_every_length_and_with_every_byte_flipped(tmp_path: 
     assert read_damaged(tmp_path, 1) > 5000
 
 
-def test_when_no_checkpoint_is_left_the_user_is_told(tmp_path: Path) -> None:
+def test_a_run_without_valid_checkpoints_says_so(tmp_path: Path) -> None:
     whole = run_to(tmp_path, 3)
     for path in tmp_path.glob("round-*"):
         path.write_bytes(path.read_bytes()[:-1])

@@ -139,7 +139,7 @@ def test_train_on_four_tables(fresh: Fresh, hospitals: Path) -> None:
     assert len((fresh.place / "chances.csv").read_text().splitlines()) > 100
 
 
-def test_mistakes_in_tables_are_told_in_a_sentence(fresh: Fresh, hospitals: Path) -> None:
+def test_mistakes_in_tables_are_reported_in_a_sentence(fresh: Fresh, hospitals: Path) -> None:
     import pandas as pd
 
     files = sorted(map(str, hospitals.glob("*.csv")))

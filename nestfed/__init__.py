@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         FedAdam,
         FedAMS,
         FedAvg,
+        FedNova,
         FedProx,
         FedYogi,
         LocalBSGD,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
-    from nestfed.data.clients import Balanced, Examples, Pairs
+    from nestfed.data.clients import Balanced, Examples, Paced, Pairs
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
     from nestfed.models import held_out
@@ -67,6 +68,7 @@ _NAMES = {
         "FedAdagrad",
         "FedAdam",
         "FedAvg",
+        "FedNova",
         "FedProx",
         "FedYogi",
         "LocalBSGD",
@@ -90,6 +92,7 @@ _NAMES = {
     "nestfed.data.clients": (
         "Balanced",
         "Examples",
+        "Paced",
         "Pairs",
     ),
     "nestfed.engine.options": (
@@ -151,6 +154,7 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
+    "FedNova",
     "FedProx",
     "FedYogi",
     "FederatedAUC",
@@ -171,6 +175,7 @@ __all__ = [
     "MomentumLocalSGDA",
     "NaiveAdaptive",
     "NestfedError",
+    "Paced",
     "Pairs",
     "Result",
     "Scaffold",

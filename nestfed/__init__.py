@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
     from nestfed.data.clients import Balanced, Examples, Pairs
+    from nestfed.data.loaders import Loaders
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
     from nestfed.models import held_out
@@ -92,6 +93,7 @@ _NAMES = {
         "Examples",
         "Pairs",
     ),
+    "nestfed.data.loaders": ("Loaders",),
     "nestfed.engine.options": (
         "Evaluation",
         "Exchange",
@@ -159,6 +161,7 @@ __all__ = [
     "FederatedMAML",
     "FederatedMinimax",
     "Gaussian",
+    "Loaders",
     "LocalBSGD",
     "LocalMOML",
     "LocalSCGD",

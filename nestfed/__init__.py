@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
     from nestfed.data.clients import Balanced, Examples, Paced, Pairs
+    from nestfed.data.loaders import Loaders
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
     from nestfed.models import held_out
@@ -95,6 +96,7 @@ _NAMES = {
         "Paced",
         "Pairs",
     ),
+    "nestfed.data.loaders": ("Loaders",),
     "nestfed.engine.options": (
         "Evaluation",
         "Exchange",
@@ -163,6 +165,7 @@ __all__ = [
     "FederatedMAML",
     "FederatedMinimax",
     "Gaussian",
+    "Loaders",
     "LocalBSGD",
     "LocalMOML",
     "LocalSCGD",

@@ -38,6 +38,11 @@ def without_replacement(generator: np.random.Generator, n: int, size: int) -> np
     return generator.choice(n, size, replace=False, shuffle=False)
 
 
+def drawn_rows(streams: Streams, n: int, t: int, held: int, size: int) -> np.ndarray:
+    """Draw client n's batch at iteration t: `size` positions among the `held` examples of the client."""
+    return without_replacement(streams.at(Purpose.BATCH, n, t), held, size)
+
+
 def mean_rate(y: Tensor, parts: Sequence[np.ndarray]) -> float:
     """Return the mean over clients of their share of positives.
 
@@ -204,8 +209,7 @@ class Examples(_Held):
     def indices(self, n: int, t: int) -> np.ndarray:
         """Draw a batch."""
         part = self.parts[n]
-        generator = self._streams.at(Purpose.BATCH, n, t)  # type: ignore[attr-defined]
-        return part[without_replacement(generator, len(part), size_at(self.batch, t))]
+        return part[drawn_rows(self._streams, n, t, len(part), size_at(self.batch, t))]  # type: ignore[attr-defined]
 
     def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
         """Return the arrays unchanged."""

@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     PROBLEM = 6
     TASKS = 7
     ENCODE = 8
+    ITEMS = 9
 
 
 class Streams:

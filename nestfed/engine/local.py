@@ -122,7 +122,8 @@ class Local:
         return flag
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Release what the clients hold."""
+        self.clients.close()
 
     # -- the clients' half of a round
 
@@ -131,6 +132,7 @@ class Local:
 
         The reply collects times, and clients with infinite or NaN numbers.
         """
+        self.clients.prepare(order.asked, range(*order.span))
         width = max(1, min(WIDEST, ROOM // self.problem.x0.numel())) if self.vectorised else 1
         for start in range(0, len(order.asked), width):
             upload = self._chunk(order, received, start, min(start + width, len(order.asked)), reply)

@@ -1,11 +1,22 @@
 """Problems: the four kinds of objective, and one file per named objective."""
 
 from nestfed.core import OBJECTIVES
-from nestfed.problems.base import Ball, Box, Compositional, Conditional, Minimax, Minimize, Simplex
+from nestfed.problems.base import Ball, Box, Compositional, Conditional, Direct, Minimax, Minimize, Modelled, Simplex
 
 OBJECTIVES.add("classify", "nestfed.problems.classify:ClassifyOptions")
 OBJECTIVES.add("auroc", "nestfed.problems.auroc:AUROCOptions")
 OBJECTIVES.add("auprc", "nestfed.problems.auprc:AUPRCOptions")
 OBJECTIVES.add("invariant", "nestfed.problems.invariant:InvariantOptions")
 
-__all__ = ["OBJECTIVES", "Ball", "Box", "Compositional", "Conditional", "Minimax", "Minimize", "Simplex"]
+__all__ = [
+    "OBJECTIVES",
+    "Ball",
+    "Box",
+    "Compositional",
+    "Conditional",
+    "Direct",
+    "Minimax",
+    "Minimize",
+    "Modelled",
+    "Simplex",
+]

@@ -92,8 +92,8 @@ class AUROC(Minimax, SolvableSaddle):
         """
         sample = as_batch(batch)
         x, negative, positive = self._classes(sample.data, theta.dtype)
-        with self._around(sample):
-            h, a, b = self.flat.bind(theta)(x)
+        with self.evaluating(sample):
+            h, a, b = self.model_at(theta)(x)
         sample.note(len(x))
         return (b - a + (negative * (h - b) - positive * (h - a)).mean())[None].detach()
 

@@ -72,8 +72,13 @@ class Simplex:
         return (x - shift).clamp_min(0)
 
 
-class _Modelled(Problem):
-    """Shared by all kinds: a model, and optionally a penalty, a domain and a clipping norm."""
+class Modelled(Problem):
+    """The base of all kinds, and of a kind of your own: a model, and optionally a penalty, a domain and a clipping norm.
+
+    Inside an objective, `model_at(x)` is the model and `penalised` adds the penalty. Around it, `estimate` returns
+    gradients of an expression; for anything else, evaluate inside `with self.evaluating(batch):` and count it with
+    `batch.note`. These three respect dropout keys, precision, accumulation and clipping, so that all engines agree.
+    """
 
     def __init__(
         self,
@@ -93,6 +98,10 @@ class _Modelled(Problem):
     def x0(self) -> Tensor:
         """The model's parameters as one vector."""
         return self.flat.x0
+
+    def model_at(self, x: Tensor, *, train: bool = True) -> Model:
+        """Return the model with the parameters x, for use in an objective until the next call; cheaper than `bind`."""
+        return self.flat.bind(x, train=train)
 
     def bind(self, x: Tensor, *, train: bool = False) -> Model:
         """Return a copy of the user's module with the parameters x, or the vector itself."""
@@ -122,25 +131,27 @@ class _Modelled(Problem):
         """Return the nearest point of the domain."""
         return x if self.domain is None else self.domain.project(x)
 
-    def _estimate(
-        self, loss: Callable[..., Tensor], at: tuple[Tensor, ...], sample: Batch
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the gradients of loss(*at, data) with respect to each of `at`, and its value; record the cost."""
+    def estimate(self, loss: Callable[..., Tensor], at: tuple[Tensor, ...], batch: Batch | Data) -> tuple[Tensor, ...]:
+        """Return the gradients of loss(*at, data) with respect to each of `at`, and count the evaluation.
+
+        The first of `at` is the model's vector; its gradient is clipped if the problem has a clipping norm.
+        """
+        sample = as_batch(batch)
         if sample.pieces == 1:
-            with self._around(sample):
+            with self.evaluating(sample):
                 total, value = _gradients(lambda *y: loss(*y, sample.data), at, sample.eager)
         else:
             value = at[0].new_zeros(())
             total = tuple(torch.zeros_like(x) for x in at)
             for i, (share, part) in enumerate(self.cut(sample.data, sample.pieces)):
-                with self._around(sample, i):
+                with self.evaluating(sample, i):
                     found, one = _gradients(lambda *y: loss(*y, part), at, sample.eager)  # noqa: B023
                 total = tuple(t.add(g, alpha=share) for t, g in zip(total, found))
                 value = value + share * one
         sample.note(self.examples(sample.data), value)
-        return total, value
+        return self.clip_gradient(total[0], sample), *total[1:]
 
-    def _around(self, sample: Batch, piece: int = 0) -> AbstractContextManager[Any]:
+    def evaluating(self, sample: Batch, piece: int = 0) -> AbstractContextManager[Any]:
         """Return the context of an evaluation: random numbers from the batch's key, and its precision.
 
         Dropout is a function of the key, also when vectorised. All other random numbers come from torch's generator,
@@ -157,7 +168,8 @@ class _Modelled(Problem):
             stack.enter_context(KeyedDropout(sample.key + piece))
         return stack
 
-    def _with_penalty(self, value: Tensor, model: Model) -> Tensor:
+    def penalised(self, value: Tensor, model: Model) -> Tensor:
+        """Return a loss, which must be one number, plus the penalty."""
         value = _one_number("f", value)
         return value if self.penalty is None else value + _one_number("penalty", self.penalty(model))
 
@@ -167,10 +179,11 @@ class _Modelled(Problem):
             return estimate
         return estimate * (self.clip / estimate.norm().clamp_min(1e-30)).clamp(max=1.0)
 
-    def _clipped(self, gradient: Tensor, sample: Batch) -> Tensor:
+    def clip_gradient(self, gradient: Tensor, sample: Batch) -> Tensor:
+        """Return a gradient, clipped unless the method clips its own estimate."""
         return self.clipped(gradient) if sample.clips else gradient
 
-    def _depends(self, loss: Callable[[Tensor], Tensor]) -> bool:
+    def depends(self, loss: Callable[[Tensor], Tensor]) -> bool:
         """Return whether a loss depends on the parameters; find out whether it draws random numbers, and how."""
         leaf = self.x0.detach().clone().requires_grad_()
         cuda = leaf.device.type == "cuda"
@@ -188,8 +201,8 @@ class _Modelled(Problem):
             return value.requires_grad and torch.autograd.grad(value, leaf, allow_unused=True)[0] is not None
 
 
-class _Direct(Differentiable, _Modelled):
-    """A problem whose gradient estimator is the gradient of one expression."""
+class Direct(Differentiable, Modelled):
+    """A problem whose gradient estimator is the gradient of one expression: subclasses define `loss`."""
 
     @abstractmethod
     def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
@@ -197,15 +210,14 @@ class _Direct(Differentiable, _Modelled):
 
     def grad(self, x: Tensor, batch: Batch | Data) -> Tensor:
         """Return the gradient of that estimate."""
-        sample = as_batch(batch)
-        (gradient,), _ = self._estimate(lambda y, data: self.loss(y, data, train=True), (x,), sample)
-        return self._clipped(gradient, sample)
+        (gradient,) = self.estimate(lambda y, data: self.loss(y, data, train=True), (x,), batch)
+        return gradient
 
     def inspect(self, batch: Batch) -> bool:
         """Return whether the loss depends on the parameters."""
-        if type(self).grad is not _Direct.grad:  # a gradient of its own, so the loss may not be the objective
+        if type(self).grad is not Direct.grad:  # a gradient of its own, so the loss may not be the objective
             return True
-        return self._depends(lambda x: self.loss(x, batch.data, train=True))
+        return self.depends(lambda x: self.loss(x, batch.data, train=True))
 
 
 def _one_number(name: str, value: Tensor) -> Tensor:
@@ -243,7 +255,7 @@ def _gradients(
     return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves)), value.detach().to(at[0].dtype)
 
 
-class Minimize(_Direct):
+class Minimize(Direct):
     """F(x) = E f(x; ξ), an average of losses. `f(model, batch)` returns the batch's mean loss."""
 
     def __init__(self, f: Callable[[Model, Data], Tensor], model: nn.Module | Tensor, **options: Any) -> None:
@@ -252,11 +264,11 @@ class Minimize(_Direct):
 
     def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return f on this batch."""
-        model = self.flat.bind(x, train=train)
-        return self._with_penalty(self.f(model, data), model)
+        model = self.model_at(x, train=train)
+        return self.penalised(self.f(model, data), model)
 
 
-class Conditional(_Direct):
+class Conditional(Direct):
     """F(x) = E_ξ f_ξ(E_{η|ξ} g_η(x, ξ)).
 
     A batch is a pair (outer, inner): b outer samples ξ, and inner samples η with leading axes (b, m), or
@@ -278,7 +290,7 @@ class Conditional(_Direct):
     def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return the mean over the outer samples of f(mean over the inner samples of g)."""
         outer, inner = data
-        model = self.flat.bind(x, train=train)
+        model = self.model_at(x, train=train)
         values = self.g(model, outer, inner)
         if values.dim() < 2:
             raise NestfedError(
@@ -289,7 +301,7 @@ class Conditional(_Direct):
             raise NestfedError(
                 f"f must return one number per outer sample, shape ({len(values)},), not {tuple(losses.shape)}."
             )
-        return self._with_penalty(losses.mean(), model)
+        return self.penalised(losses.mean(), model)
 
     def examples(self, data: Data) -> int:
         """Return the number of outer and inner samples."""
@@ -300,7 +312,7 @@ class Conditional(_Direct):
         return _cut(data, leading(data[0]), pieces)
 
 
-class Compositional(_Direct, Composed):
+class Compositional(Direct, Composed):
     """F(x) = f(E_ξ g(x; ξ)), with an inner value in R^p that does not depend on the outer sample.
 
     A batch is a pair (outer, inner) = (ζ, ξ). `g(model, inner)` returns the batch's mean inner value, (p,);
@@ -321,8 +333,8 @@ class Compositional(_Direct, Composed):
     def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return f(g(x; ξ); ζ)."""
         outer, inner = data
-        model = self.flat.bind(x, train=train)
-        return self._with_penalty(self.f(self.g(model, inner), outer), model)
+        model = self.model_at(x, train=train)
+        return self.penalised(self.f(self.g(model, inner), outer), model)
 
     def examples(self, data: Data) -> int:
         """Return the number of outer and inner samples."""
@@ -337,21 +349,21 @@ class Compositional(_Direct, Composed):
         sample = as_batch(batch)
 
         def value(y: Tensor) -> tuple[Tensor, Tensor]:
-            model = self.flat.bind(y)
-            return self.g(model, sample.data[1]), self._with_penalty(y.new_zeros(()), model)
+            model = self.model_at(y)
+            return self.g(model, sample.data[1]), self.penalised(y.new_zeros(()), model)
 
-        with self._around(sample):
+        with self.evaluating(sample):
             (u, extra), pull = _vjp(value, x, sample.eager)
         if u.shape != (self.inner_dim,):
             raise NestfedError(f"g must return {self.inner_dim} values (inner_dim), not shape {tuple(u.shape)}.")
         sample.note(leading(sample.data[1]))
         one = torch.ones_like(extra)
-        return u[None], lambda v: self._clipped(pull((v[0], one)), sample)
+        return u[None], lambda v: self.clip_gradient(pull((v[0], one)), sample)
 
     def outer_grad(self, u: Tensor, batch: Batch | Data) -> Tensor:
         """Return ∇f(u; ζ)."""
         sample = as_batch(batch)
-        with self._around(sample):
+        with self.evaluating(sample):
             (gradient,), value = _gradients(
                 lambda v: _one_number("f", self.f(v[0], sample.data[0])), (u,), sample.eager
             )
@@ -380,7 +392,7 @@ def _vjp(
     return (values[0].detach(), values[1].detach()), pullback
 
 
-class Minimax(Saddle, _Modelled):
+class Minimax(Saddle, Modelled):
     """min over θ, max over w of E f(θ, w; ξ). `f(model, w, batch)` returns the batch's mean loss."""
 
     def __init__(
@@ -402,20 +414,19 @@ class Minimax(Saddle, _Modelled):
 
     def loss_at(self, theta: Tensor, w: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return f on this batch."""
-        model = self.flat.bind(theta, train=train)
-        return self._with_penalty(self.f(model, w, data), model)
+        model = self.model_at(theta, train=train)
+        return self.penalised(self.f(model, w, data), model)
 
     def grads(self, theta: Tensor, w: Tensor, batch: Batch | Data) -> tuple[Tensor, Tensor]:
         """Return ∇_θ f and ∇_w f on this batch."""
-        sample = as_batch(batch)
-        (g, h), _ = self._estimate(lambda a, b, data: self.loss_at(a, b, data, train=True), (theta, w), sample)
-        return self._clipped(g, sample), h
+        g, h = self.estimate(lambda a, b, data: self.loss_at(a, b, data, train=True), (theta, w), batch)
+        return g, h
 
     def inspect(self, batch: Batch) -> bool:
         """Return whether the loss depends on the parameters of the model."""
         if type(self).grads is not Minimax.grads:  # gradients of its own, so the loss may not be the objective
             return True
-        return self._depends(lambda theta: self.loss_at(theta, self.w0, batch.data, train=True))
+        return self.depends(lambda theta: self.loss_at(theta, self.w0, batch.data, train=True))
 
     def project_dual(self, w: Tensor) -> Tensor:
         """Return the nearest point of the dual domain."""

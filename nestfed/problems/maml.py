@@ -27,7 +27,7 @@ class Adaptable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model without adaptation."""
-        return self.problem.flat.bind(self.x, train=False)(*args, **kwargs)
+        return self.problem.model_at(self.x, train=False)(*args, **kwargs)
 
     def adapt(self, support: Data, steps: int = 1) -> Tensor:
         """Return one adapted parameter vector per task, (k, d)."""
@@ -122,8 +122,8 @@ class MAML(Compositional):
         """Return L as a function of a task's vector and examples, with dropout from the batch's key in training."""
 
         def value(x: Tensor, examples: Data) -> Tensor:
-            with self._around(sample):
-                found = self.task_loss(self.flat.bind(x, train=train), examples)
+            with self.evaluating(sample):
+                found = self.task_loss(self.model_at(x, train=train), examples)
             if found.dim() != 0:
                 raise NestfedError(
                     f"maml: a task's loss must be one number, not a tensor of shape {tuple(found.shape)}."
@@ -170,16 +170,16 @@ class MAML(Compositional):
         if not sample.eager:
             value, pull = torch.func.vjp(lambda y: self._inner(y, support, sample), x)  # type: ignore[misc]
             if self.first_order:
-                return value, lambda v: self._clipped(v.mean(0), sample)
-            return value, lambda v: self._clipped(pull(v / len(v))[0], sample)
+                return value, lambda v: self.clip_gradient(v.mean(0), sample)
+            return value, lambda v: self.clip_gradient(pull(v / len(v))[0], sample)
         copies = x.detach().expand(leading(support), -1).clone().requires_grad_()
         _, slopes = self._eager_slopes(sample, copies, support, graph=not self.first_order)
         if self.first_order:
-            return x - lam * slopes, lambda v: self._clipped(v.mean(0), sample)
+            return x - lam * slopes, lambda v: self.clip_gradient(v.mean(0), sample)
 
         def pullback(v: Tensor) -> Tensor:
             (bent,) = torch.autograd.grad(slopes, copies, v)
-            return self._clipped((v - lam * bent).mean(0), sample)
+            return self.clip_gradient((v - lam * bent).mean(0), sample)
 
         return x - lam * slopes.detach(), pullback
 
@@ -203,7 +203,7 @@ class MAML(Compositional):
 
     def inspect(self, batch: Batch) -> bool:
         """Return whether the loss depends on the parameters."""
-        return self._depends(lambda x: self.loss(x, batch.data, train=True))
+        return self.depends(lambda x: self.loss(x, batch.data, train=True))
 
     # For users of the trained model.
 
@@ -220,7 +220,7 @@ class MAML(Compositional):
         """Return the outputs of task i's model u_i on its inputs, leading axes (k, examples)."""
 
         def one(p: Tensor, x: Tensor) -> Tensor:
-            return self.flat.bind(p, train=False)(x)
+            return self.model_at(p, train=False)(x)
 
         with torch.no_grad():
             if self.vectorise:

@@ -8,6 +8,7 @@ from nestfed.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from nestfed.algorithms import (
+        AMS,
         BSGD,
         CODA,
         CODASCA,
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
         SCGD,
         STEM,
         AccFCSGM,
+        AdaFCSGM,
+        AdaFMGDA,
+        Adagrad,
+        Adam,
         Alone,
+        Average,
         BSpiderBoost,
         CODAPlus,
         FedAdagrad,
@@ -33,9 +39,11 @@ if TYPE_CHECKING:
         LocalSCGDM,
         LocalSCGDMTasks,
         LocalSGDA,
+        Momentum,
         MomentumLocalSGDA,
         NaiveAdaptive,
         Scaffold,
+        Yogi,
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
@@ -53,7 +61,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "nestfed.algorithms": (
         "AccFCSGM",
+        "AdaFCSGM",
+        "AdaFMGDA",
+        "Adagrad",
+        "Adam",
         "Alone",
+        "AMS",
+        "Average",
         "BSGD",
         "BSpiderBoost",
         "CODA",
@@ -75,11 +89,13 @@ _NAMES = {
         "LocalSCGDM",
         "LocalSCGDMTasks",
         "LocalSGDA",
+        "Momentum",
         "MomentumLocalSGDA",
         "NaiveAdaptive",
         "SCGD",
         "STEM",
         "Scaffold",
+        "Yogi",
         "algorithm",
     ),
     "nestfed.core": (
@@ -123,6 +139,7 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "AMS",
     "AUPRC",
     "AUROC",
     "BSGD",
@@ -136,7 +153,12 @@ __all__ = [
     "SCGD",
     "STEM",
     "AccFCSGM",
+    "AdaFCSGM",
+    "AdaFMGDA",
+    "Adagrad",
+    "Adam",
     "Alone",
+    "Average",
     "BSpiderBoost",
     "Balanced",
     "CODAPlus",
@@ -168,12 +190,14 @@ __all__ = [
     "Metric",
     "Minimax",
     "Minimize",
+    "Momentum",
     "MomentumLocalSGDA",
     "NaiveAdaptive",
     "NestfedError",
     "Pairs",
     "Result",
     "Scaffold",
+    "Yogi",
     "algorithm",
     "held_out",
     "simulate",

@@ -188,7 +188,7 @@ class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
     shared = ("theta", "w")
     private = ("ref", "stage")
     point = "theta"
-    points = ("theta", "w")
+    points: ClassVar[tuple[str, ...]] = ("theta", "w")
     family = "minimax"
     cites = (YUAN_2021,)
     aliases: ClassVar[tuple[str, ...]] = ("coda+",)

@@ -29,7 +29,8 @@ class Fieldwise(Server):
 
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
         """Take one step in every field."""
-        after, shared = {}, {}
+        after: dict[str, Tensor] = {}
+        shared: dict[str, Tensor] = {}
         for k, x in old.items():
             own = {name.removesuffix(f".{k}"): v for name, v in state.items() if name.endswith(f".{k}")}
             new, shared[k] = self.step(own, x, mean[k] - x)

@@ -8,6 +8,7 @@ from nestfed.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from nestfed.algorithms import (
+        AMS,
         BSGD,
         CODA,
         CODASCA,
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
         SCGD,
         STEM,
         AccFCSGM,
+        AdaFCSGM,
+        AdaFMGDA,
+        Adagrad,
+        Adam,
         Alone,
+        Average,
         BSpiderBoost,
         CODAPlus,
         FedAdagrad,
@@ -34,9 +40,11 @@ if TYPE_CHECKING:
         LocalSCGDM,
         LocalSCGDMTasks,
         LocalSGDA,
+        Momentum,
         MomentumLocalSGDA,
         NaiveAdaptive,
         Scaffold,
+        Yogi,
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
@@ -55,7 +63,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "nestfed.algorithms": (
         "AccFCSGM",
+        "AdaFCSGM",
+        "AdaFMGDA",
+        "Adagrad",
+        "Adam",
         "Alone",
+        "AMS",
+        "Average",
         "BSGD",
         "BSpiderBoost",
         "CODA",
@@ -78,11 +92,13 @@ _NAMES = {
         "LocalSCGDM",
         "LocalSCGDMTasks",
         "LocalSGDA",
+        "Momentum",
         "MomentumLocalSGDA",
         "NaiveAdaptive",
         "SCGD",
         "STEM",
         "Scaffold",
+        "Yogi",
         "algorithm",
     ),
     "nestfed.core": (
@@ -128,6 +144,7 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "AMS",
     "AUPRC",
     "AUROC",
     "BSGD",
@@ -141,7 +158,12 @@ __all__ = [
     "SCGD",
     "STEM",
     "AccFCSGM",
+    "AdaFCSGM",
+    "AdaFMGDA",
+    "Adagrad",
+    "Adam",
     "Alone",
+    "Average",
     "BSpiderBoost",
     "Balanced",
     "CODAPlus",
@@ -175,6 +197,7 @@ __all__ = [
     "Metric",
     "Minimax",
     "Minimize",
+    "Momentum",
     "MomentumLocalSGDA",
     "NaiveAdaptive",
     "NestfedError",
@@ -182,6 +205,7 @@ __all__ = [
     "Pairs",
     "Result",
     "Scaffold",
+    "Yogi",
     "algorithm",
     "held_out",
     "simulate",

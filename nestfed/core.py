@@ -190,6 +190,8 @@ class Metric:
 
 
 METHODS: Registry[type[Algorithm[Any, Any]]] = Registry("algorithm")
+SERVERS: Registry[type[Server]] = Registry("server")
+"""Filled by `nestfed.algorithms`."""
 OBJECTIVES: Registry[Any] = Registry("problem")
 DATASETS: Registry[Any] = Registry("dataset")  # data.sources.Source
 NETWORKS: Registry[Any] = Registry("network")  # models.Network
@@ -603,6 +605,9 @@ class SolvableSaddle(Saddle):
 class Server(ABC):
     """The server's update: from the mean of the uploads to the next broadcast. Frozen and pure, like an algorithm."""
 
+    name: ClassVar[str] = ""
+    """Its name in experiment files, if it composes with any method (`Algorithm.served_by`)."""
+
     def init(self, shared: Fields) -> Fields:
         """Return the server's own state before the first round."""
         return {}
@@ -621,9 +626,31 @@ class Server(ABC):
 class Average(Server):
     """Broadcast the mean unchanged."""
 
+    name = "average"
+
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
         """Return the mean."""
         return state, mean
+
+
+@dataclass(frozen=True)
+class OnPoints(Server):
+    """Another server's update of some fields; the others get the mean."""
+
+    server: Server
+    points: tuple[str, ...]
+
+    def init(self, shared: Fields) -> Fields:
+        """Start the other server with the points alone."""
+        return self.server.init(self._only(shared))
+
+    def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
+        """Update the points by the other server's rule."""
+        state, points = self.server.update(state, self._only(old), self._only(mean), fraction)
+        return state, {**mean, **points}
+
+    def _only(self, fields: Fields) -> Fields:
+        return {k: fields[k] for k in self.points}
 
 
 P = TypeVar("P", bound=Problem)
@@ -645,6 +672,8 @@ class Algorithm(ABC, Generic[P, S]):
     """Defined for one client only."""
     point: ClassVar[str] = "x"
     """The shared field that holds the solution."""
+    points: ClassVar[tuple[str, ...]] = ()
+    """The shared fields that a server may move (`served_by`): points, not estimates; empty = `point` alone."""
     talks: ClassVar[bool] = True
     """Its clients exchange something; False only for training alone, which costs no bytes."""
 
@@ -670,6 +699,13 @@ class Algorithm(ABC, Generic[P, S]):
     def server(self) -> Server:
         """The server's update rule."""
         return Average()
+
+    def served_by(self, server: Server) -> Served:
+        """Return this method with another server: `FCSGM(alpha=0.1).served_by(Adam(0.01))`.
+
+        The server moves the points: x, or both players of a minimax method. Estimates stay averages.
+        """
+        return Served(self, server)
 
     @abstractmethod
     def init(self, problem: P, x0: Tensor) -> S:
@@ -705,6 +741,75 @@ class Algorithm(ABC, Generic[P, S]):
         if isinstance(problem, Saddle) and "w" in shared:
             found["w"] = problem.project_dual(shared["w"])
         return found
+
+
+@dataclass(frozen=True)
+class Served(Algorithm[Any, Any]):
+    """A method whose points are moved by another server; see `Algorithm.served_by`."""
+
+    method: Algorithm[Any, Any]
+    by: Server
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.by, Server):
+            raise NestfedError(f"A server must be an object such as Adam(eta_g=0.01), not {self.by!r}.")
+        if type(self.method.server) is not Average or not self.method.talks:
+            own = "has a server's rule of its own" if self.method.talks else "has no server"
+            raise NestfedError(
+                f"{self.method.name} {own}, so it cannot be served by {self.by.name or type(self.by).__name__}; choose a "
+                "method whose server averages, such as fedavg."
+            )
+        object.__setattr__(self, "name", f"{self.method.name}+{self.by.name or type(self.by).__name__}")
+        for fact in (
+            "accepts",
+            "shared",
+            "private",
+            "single",
+            "point",
+            "family",
+            "cites",
+            "steps",
+            "sizes",
+            "evaluations",
+        ):
+            object.__setattr__(self, fact, getattr(self.method, fact))
+
+    @property
+    def server(self) -> Server:
+        """The other server on the method's points."""
+        return OnPoints(self.by, self.method.points or (self.method.point,))
+
+    def init(self, problem: Any, x0: Tensor) -> Any:
+        """Start as the method does."""
+        return self.method.init(problem, x0)
+
+    def step(self, problem: Any, s: Any, batch: Batch, t: int) -> Any:
+        """One step of the method."""
+        return self.method.step(problem, s, batch, t)
+
+    def send(self, s: Any, t: int) -> Any:
+        """Prepare the method's upload."""
+        return self.method.send(s, t)
+
+    def receive(self, s: Any, t: int) -> Any:
+        """Process the download as the method does."""
+        return self.method.receive(s, t)
+
+    def rejoin(self, s: Any, t: int) -> Any:
+        """Refresh private fields as the method does."""
+        return self.method.rejoin(s, t)
+
+    def restarts(self, t: int) -> bool:
+        """Return whether the method restarts an estimate."""
+        return self.method.restarts(t)
+
+    def ends_round(self, t: int, q: int) -> bool:
+        """Return whether the method's round ends."""
+        return self.method.ends_round(t, q)
+
+    def feasible(self, problem: Any, shared: Fields) -> Fields:
+        """Project as the method does."""
+        return self.method.feasible(problem, shared)
 
 
 def refuse_mismatch(problem: Problem, algorithm: Algorithm[Any, Any]) -> None:

@@ -463,6 +463,8 @@ def check_declaration(trial: Trial) -> None:
     both = sorted({*method.shared} & {*method.private})
     _require(not both, f"{name}: {both} cannot be both shared and private.")
     _require(method.point in method.shared, f"{name}.point is {method.point!r}, which is not a shared field.")
+    wrong = [k for k in method.points if k not in method.shared]
+    _require(not wrong, f"{name}.points names {wrong}, which are not shared fields.")
     for k in fields:
         _require(isinstance(getattr(state, k), Tensor), f"{name}: the field {k} of the state must be a tensor.")
 

@@ -43,6 +43,7 @@ CASES: dict[str, Case] = {
     "fedams": Case(SERVER, steps=("eta", "eta_g", "tau", "epsilon"), weights=("beta2",)),
     "fcsg": Case({"alpha": 0.05}, "conditional", ("alpha",)),
     "fcsg-m": Case({"alpha": 0.05, "beta": 0.3}, "conditional", ("alpha",), ("beta",)),
+    "ada-fcsg-m": Case({"alpha": 0.05, "beta": 0.3, "rho": 1.0}, "conditional", ("alpha", "rho"), ("beta", "rho2")),
     "acc-fcsg-m": Case({"alpha": 0.05, "beta": 0.5}, "conditional", ("alpha",), ("beta",)),
     "bsgd": Case({"alpha": 0.05}, "conditional", ("alpha",)),
     "bspiderboost": Case({"alpha": 0.03, "period": 4}, "conditional", ("alpha", "period")),
@@ -64,6 +65,12 @@ CASES: dict[str, Case] = {
     "coda-plus": Case(STAGES, "minimax", ("eta", "gamma", "T0")),
     "codasca": Case(STAGES, "minimax", ("eta", "gamma", "T0", "eta_g")),
     "fmgda": Case({"c_hat": 0.05, "c": 0.1, "alpha": 0.3}, "minimax", ("eta", "c_hat", "c"), ("alpha", "beta")),
+    "ada-fmgda": Case(
+        {"c_hat": 0.1, "c": 0.2, "alpha": 0.3, "rho": 1.0},
+        "minimax",
+        ("eta", "c_hat", "c", "rho"),
+        ("alpha", "beta", "rho2"),
+    ),
 }
 Q = 3
 FEW = ("scaffold", "fedadam", "acc-fcsg-m", "local-scgdm-tasks", "codasca", "fmgda", "bspiderboost")

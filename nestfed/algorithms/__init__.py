@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from nestfed.algorithms import adaptive, average, compositional, conditional, minimax
@@ -10,14 +11,16 @@ from nestfed.algorithms.adaptive import FAFED, STEM, FedAdagrad, FedAdam, FedAMS
 from nestfed.algorithms.alone import Alone
 from nestfed.algorithms.average import FedAvg, FedNova, FedProx, Scaffold
 from nestfed.algorithms.compositional import SCGD, LocalBSGD, LocalMOML, LocalSCGD, LocalSCGDM, LocalSCGDMTasks
-from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, AccFCSGM, BSpiderBoost
-from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, CODAPlus, LocalSGDA, MomentumLocalSGDA
-from nestfed.core import METHODS, Algorithm, NestfedError, unknown
+from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, AccFCSGM, AdaFCSGM, BSpiderBoost
+from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, AdaFMGDA, CODAPlus, LocalSGDA, MomentumLocalSGDA
+from nestfed.algorithms.server import AMS, Adagrad, Adam, Momentum, Yogi
+from nestfed.core import METHODS, SERVERS, Algorithm, Average, NestfedError, Server, unknown
 
 __all__ = [
-    "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "STEM", "AccFCSGM", "Alone", "BSpiderBoost",
-    "CODAPlus", "FedAMS", "FedAdagrad", "FedAdam", "FedAvg", "FedNova", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD",
-    "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "build",
+    "AMS", "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "SERVERS", "STEM", "AccFCSGM",
+    "AdaFCSGM", "AdaFMGDA", "Adagrad", "Adam", "Alone", "Average", "BSpiderBoost", "CODAPlus", "FedAMS", "FedAdagrad", "FedAdam",
+    "FedAvg", "FedNova", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD", "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA",
+    "Momentum", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "Yogi", "build", "build_server",
 ]  # fmt: skip
 
 for _module in (average, adaptive, conditional, compositional, minimax):
@@ -26,14 +29,31 @@ for _module in (average, adaptive, conditional, compositional, minimax):
             METHODS.add(_thing.name, _thing)
 
 
+for _server in (Average, Momentum, Adam, Yogi, Adagrad, AMS):
+    SERVERS.add(_server.name, _server)
+
+
 def build(method: str | type[Algorithm[Any, Any]], **hyper: Any) -> Algorithm[Any, Any]:
     """Make a method from its name or class and hyper-parameters; an error names unknown or missing ones."""
     kind = METHODS[method] if isinstance(method, str) else method
-    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    _check_names(kind, hyper)
+    return kind(**hyper)
+
+
+def build_server(name: str, **hyper: Any) -> Server:
+    """Make a server from its name and hyper-parameters; an error names unknown or missing ones."""
+    kind = SERVERS[name]
+    _check_names(kind, hyper)
+    return kind(**hyper)
+
+
+def _check_names(kind: Any, hyper: Mapping[str, Any]) -> None:
+    """Reject unknown and missing hyper-parameters."""
+    known = {f.name: f for f in dataclasses.fields(kind)}
     for key in hyper:
         if key not in known:
-            raise NestfedError(f"{kind.name} has {', '.join(known)}. {unknown('hyper-parameter', key, known)}")
+            has = f"{kind.name} has {', '.join(known)}. " if known else f"{kind.name} has no hyper-parameters. "
+            raise NestfedError(f"{has}{unknown('hyper-parameter', key, known)}")
     missing = [k for k, f in known.items() if f.default is dataclasses.MISSING and k not in hyper]
     if missing:
         raise NestfedError(f"{kind.name} needs {', '.join(missing)}.")
-    return kind(**hyper)

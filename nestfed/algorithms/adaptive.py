@@ -15,11 +15,9 @@ from nestfed.core import (
     Algorithm,
     Batch,
     Differentiable,
-    NestfedError,
     Schedule,
     Server,
     at,
-    at_least,
     positive,
     weight,
 )
@@ -34,11 +32,7 @@ class _AdaptiveServer(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "eta_g", "tau")
-        weight(self, "beta2")
-        at_least(self, 0, "beta1")
-        if not self.beta1 < 1:
-            raise NestfedError(f"{self.name}: beta1 must be in [0, 1), not {self.beta1:g}.")
+        server.check_moments(self)
 
 
 class FedAdam(_AdaptiveServer):

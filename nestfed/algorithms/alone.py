@@ -18,7 +18,7 @@ MEAN = "mean"
 class Alone(Algorithm[Any, Any]):
     """Train each client alone with another method: its shared fields stay private, and nothing is averaged.
 
-    It is the baseline "each site alone". `points(result.private)` are the clients' own models. The mean of these models
+    It is the baseline "each site alone". `models(result.private)` are the clients' own models. The mean of these models
     is the point of the run, for the drift in the record only: no client uses it, and it costs no bytes.
     """
 
@@ -39,7 +39,7 @@ class Alone(Algorithm[Any, Any]):
         """All fields of the method that outlive a round."""
         return (*self.method.shared, *self.method.private)
 
-    def points(self, private: Fields) -> Tensor:
+    def models(self, private: Fields) -> Tensor:
         """Return every client's own point, one row each."""
         return private[self.method.point]
 

@@ -1,4 +1,4 @@
-"""Conditional stochastic optimization: FCSG, FCSG-M, Acc-FCSG-M and their single-machine ancestors."""
+"""Conditional stochastic optimization: FCSG, FCSG-M, its adaptive version, Acc-FCSG-M, their single-machine ancestors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nestfed.algorithms.average import Point
-from nestfed.algorithms.references import HU_2020, WU_2023_FCSG
+from nestfed.algorithms.references import HU_2020, WU_2023_FAFED, WU_2023_FCSG
 from nestfed.core import Algorithm, Batch, Differentiable, Schedule, at, at_least, first, positive, weight
 
 
@@ -75,6 +75,68 @@ class FCSGM(Algorithm[Differentiable, Momentum]):
         b = first(self.beta, t)  # 1 at t = 0: "Initialize" is a step
         u = (1 - b) * s.u + b * problem.grad(s.x, batch)  # lines 2, 15
         return Momentum(problem.project(s.x - at(self.alpha, t) * u), u)  # lines 7, 9
+
+
+class AdaptiveMomentum(NamedTuple):
+    """The model, its gradient estimator, the second moment, and the frozen A."""
+
+    x: Tensor
+    u: Tensor
+    v: Tensor
+    A: Tensor
+
+
+@dataclass(frozen=True)
+class AdaFCSGM(Algorithm[Differentiable, AdaptiveMomentum]):
+    """Ada-FCSG-M: FCSG-M's estimator with FAFED's preconditioner, shared by all, and FAFED's order.
+
+    x ← x − αu/A, then at the new point u ← (1−β)u + βg and v ← ρ₂v + (1−ρ₂)g² with g = ∇F̂(x; B_t); iteration 0 only
+    estimates. The clients synchronise after t = 0, q, 2q, …; A = √v̄ + ρ is frozen in between. The same construction for
+    Acc-FCSG-M is FAFED.
+    """
+
+    alpha: Schedule
+    beta: Schedule = 0.5
+    rho2: Schedule = 0.9
+    rho: float = 0.01
+
+    name = "ada-fcsg-m"
+    accepts = Differentiable
+    shared = ("x", "u", "v")
+    family = "conditional"
+    cites = (WU_2023_FCSG, WU_2023_FAFED)
+    steps = ("alpha",)
+
+    def __post_init__(self) -> None:
+        positive(self, "alpha", "rho")
+        weight(self, "beta", "rho2")
+
+    def ends_round(self, t: int, q: int) -> bool:
+        """Synchronise after the first estimate, then every q iterations."""
+        return t % q == 0
+
+    def init(self, problem: Differentiable, x0: Tensor) -> AdaptiveMomentum:
+        """Start at x0."""
+        zero = 0 * x0
+        return AdaptiveMomentum(x0, zero, zero, zero)
+
+    def receive(self, s: AdaptiveMomentum, t: int) -> AdaptiveMomentum:
+        """Rebuild A from the averaged v."""
+        return s._replace(A=s.v.sqrt() + self.rho)
+
+    def step(self, problem: Differentiable, s: AdaptiveMomentum, batch: Batch, t: int) -> AdaptiveMomentum:
+        """Move, then estimate at the new point."""
+        if t == 0:
+            g = problem.grad(s.x, batch)
+            return s._replace(u=g, v=self.square(g))
+        x = problem.project(s.x - at(self.alpha, t - 1) * s.u / s.A)
+        g = problem.grad(x, batch)
+        b, rho2 = at(self.beta, t), at(self.rho2, t)
+        return s._replace(x=x, u=(1 - b) * s.u + b * g, v=rho2 * s.v + (1 - rho2) * self.square(g))
+
+    def square(self, g: Tensor) -> Tensor:
+        """Return g², coordinate by coordinate."""
+        return g**2
 
 
 class Corrected(NamedTuple):

@@ -1,4 +1,4 @@
-"""Minimax methods: Local SGDA, its momentum version, CODA, CODA+, CODASCA, FMGDA."""
+"""Minimax methods: Local SGDA, its momentum version, CODA, CODA+, CODASCA, FMGDA, its adaptive version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from nestfed.algorithms.references import DENG_2021, FMGDA_2022, GUO_2020, SHARMA_2022, YUAN_2021
+from nestfed.algorithms.references import DENG_2021, FMGDA_2022, GUO_2020, SHARMA_2022, WU_2023_FAFED, YUAN_2021
 from nestfed.algorithms.server import ControlVariates
 from nestfed.core import (
     Algorithm,
@@ -45,6 +45,7 @@ class LocalSGDA(Algorithm[Saddle, Players]):
     accepts = Saddle
     shared = ("theta", "w")
     point = "theta"
+    points = ("theta", "w")
     family = "minimax"
     cites = (DENG_2021,)
     steps = ("eta_theta", "eta_w")
@@ -90,6 +91,7 @@ class MomentumLocalSGDA(Algorithm[Saddle, PlayersMomentum]):
     accepts = Saddle
     shared = ("theta", "w", "d_theta", "d_w")
     point = "theta"
+    points = ("theta", "w")
     family = "minimax"
     cites = (SHARMA_2022,)
     steps = ("eta_theta", "eta_w")
@@ -186,6 +188,7 @@ class CODAPlus(_Stages, Algorithm[Saddle, Staged]):
     shared = ("theta", "w")
     private = ("ref", "stage")
     point = "theta"
+    points: ClassVar[tuple[str, ...]] = ("theta", "w")
     family = "minimax"
     cites = (YUAN_2021,)
     aliases: ClassVar[tuple[str, ...]] = ("coda+",)
@@ -222,6 +225,7 @@ class CODA(CODAPlus):
 
     name = "coda"
     accepts = SolvableSaddle
+    points = ("theta",)  # a re-estimated w is not a step, so another server must not move it
     cites = (GUO_2020,)
     aliases = ()
 
@@ -267,6 +271,7 @@ class CODASCA(_Stages, Algorithm[Saddle, StagedControlled]):
     shared = ("theta", "w", "c_theta", "c_w")
     private = ("ref", "stage", "own_theta", "own_w")
     point = "theta"
+    points = ("theta", "w")
     family = "minimax"
     cites = (YUAN_2021,)
     sizes: ClassVar[Mapping[str, str]] = {"w": "dual", "c_w": "dual"}
@@ -331,30 +336,14 @@ class RecursivePlayers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FMGDA(Algorithm[Saddle, RecursivePlayers]):
-    """FMGDA (Algorithm 1 of the deep AUC paper): recursive momentum for both players.
-
-    The paper's step sizes are ĉη_t for θ (`c_hat`·`eta`) and cη_t for w (`c`·`eta`). Both points of a correction use
-    the same batch. A client that skipped a round restarts at the broadcast.
-    """
+class _Recursive:
+    """The hyper-parameters of FMGDA: steps ĉη_t and cη_t, and the weights of both recursions."""
 
     eta: Schedule = 1.0
     c_hat: float = 0.01
     c: float = 0.01
     alpha: Schedule = 0.9
     beta: Schedule = 0.9
-
-    name = "fmgda"
-    accepts = Saddle
-    shared = ("theta", "w", "u", "v")
-    private = ("last_theta", "last_w")
-    point = "theta"
-    family = "minimax"
-    cites = (FMGDA_2022,)
-    aliases = ("fmsgda",)
-    steps = ("c_hat", "c")
-    sizes: ClassVar[Mapping[str, str]] = {"w": "dual", "v": "dual"}
-    evaluations = 2
 
     def __post_init__(self) -> None:
         positive(self, "eta", "c_hat", "c")
@@ -365,7 +354,29 @@ class FMGDA(Algorithm[Saddle, RecursivePlayers]):
         """Return ĉ and c; a schedule becomes η, because ĉ and c are numbers."""
         if callable(lr):
             return {"eta": lr, "c_hat": 1.0, "c": 1.0}
-        return super().usual(lr, rounds=rounds, q=q)
+        return {} if lr is None else {"c_hat": lr, "c": lr}
+
+
+@dataclass(frozen=True)
+class FMGDA(_Recursive, Algorithm[Saddle, RecursivePlayers]):
+    """FMGDA (Algorithm 1 of the deep AUC paper): recursive momentum for both players.
+
+    The paper's step sizes are ĉη_t for θ (`c_hat`·`eta`) and cη_t for w (`c`·`eta`). Both points of a correction use
+    the same batch. A client that skipped a round restarts at the broadcast.
+    """
+
+    name = "fmgda"
+    accepts = Saddle
+    shared = ("theta", "w", "u", "v")
+    private = ("last_theta", "last_w")
+    point = "theta"
+    points = ("theta", "w")
+    family = "minimax"
+    cites = (FMGDA_2022,)
+    aliases = ("fmsgda",)
+    steps = ("c_hat", "c")
+    sizes: ClassVar[Mapping[str, str]] = {"w": "dual", "v": "dual"}
+    evaluations = 2
 
     def init(self, problem: Saddle, x0: Tensor) -> RecursivePlayers:
         """Start at θ0, w0."""
@@ -386,3 +397,91 @@ class FMGDA(Algorithm[Saddle, RecursivePlayers]):
         theta = problem.project(s.theta - self.c_hat * at(self.eta, t) * u)  # lines 8, 11
         w = problem.project_dual(s.w + self.c * at(self.eta, t) * v)  # lines 9, 12
         return RecursivePlayers(theta, w, u, v, s.theta, s.w)
+
+
+class AdaptivePlayers(NamedTuple):
+    """Both players, their gradient estimators, second moments, the client's own previous point, and the frozen A's."""
+
+    theta: Tensor
+    w: Tensor
+    u: Tensor
+    v: Tensor
+    square_theta: Tensor
+    square_w: Tensor
+    last_theta: Tensor
+    last_w: Tensor
+    A_theta: Tensor
+    A_w: Tensor
+
+
+@dataclass(frozen=True)
+class AdaFMGDA(_Recursive, Algorithm[Saddle, AdaptivePlayers]):
+    """Ada-FMGDA: FMGDA's estimators with FAFED's preconditioner for each player, shared by all, and FAFED's order.
+
+    θ ← θ − ĉηu/A_θ and w ← w + cηv/A_w, then FMGDA's u and v at the new point; iteration 0 only estimates. Each player
+    has its own second moment ρ₂·(·) + (1−ρ₂)g² of its plain gradient g, and A is the root of its mean plus ρ, frozen
+    between synchronisations, which follow t = 0, q, 2q, … . A client that skipped a round restarts at the broadcast.
+    """
+
+    rho2: Schedule = 0.9
+    rho: float = 0.01
+
+    name = "ada-fmgda"
+    accepts = Saddle
+    shared = ("theta", "w", "u", "v", "square_theta", "square_w")
+    private = ("last_theta", "last_w")
+    point = "theta"
+    points = ("theta", "w")
+    family = "minimax"
+    cites = (FMGDA_2022, WU_2023_FAFED)
+    steps = ("c_hat", "c")
+    sizes: ClassVar[Mapping[str, str]] = {"w": "dual", "v": "dual", "square_w": "dual"}
+    evaluations = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "rho")
+        weight(self, "rho2")
+
+    def ends_round(self, t: int, q: int) -> bool:
+        """Synchronise after the first estimate, then every q iterations."""
+        return t % q == 0
+
+    def init(self, problem: Saddle, x0: Tensor) -> AdaptivePlayers:
+        """Start at θ0, w0."""
+        w0, z, o = problem.w0, 0 * x0, 0 * problem.w0
+        return AdaptivePlayers(x0, w0, z, o, z, o, x0, w0, z, o)
+
+    def rejoin(self, s: AdaptivePlayers, t: int) -> AdaptivePlayers:
+        """Restart the corrections from the broadcast."""
+        return s._replace(last_theta=s.theta, last_w=s.w)
+
+    def receive(self, s: AdaptivePlayers, t: int) -> AdaptivePlayers:
+        """Rebuild both A's from the averaged second moments."""
+        return s._replace(A_theta=s.square_theta.sqrt() + self.rho, A_w=s.square_w.sqrt() + self.rho)
+
+    def step(self, problem: Saddle, s: AdaptivePlayers, batch: Batch, t: int) -> AdaptivePlayers:
+        """Move both players, then estimate at the new point."""
+        if t == 0:
+            u, v = problem.grads(s.theta, s.w, batch)
+            return s._replace(u=u, v=v, square_theta=self.square(u), square_w=self.square(v))
+        eta = at(self.eta, t - 1)
+        theta = problem.project(s.theta - self.c_hat * eta * s.u / s.A_theta)
+        w = problem.project_dual(s.w + self.c * eta * s.v / s.A_w)
+        g, h = problem.grads(theta, w, batch.raw)
+        before_g, before_h = problem.grads(s.last_theta, s.last_w, batch.raw)
+        rho2 = at(self.rho2, t)
+        return s._replace(
+            theta=theta,
+            w=w,
+            u=problem.clipped(g + (1 - at(self.alpha, t)) * (s.u - before_g)),
+            v=h + (1 - at(self.beta, t)) * (s.v - before_h),
+            square_theta=rho2 * s.square_theta + (1 - rho2) * self.square(problem.clipped(g)),
+            square_w=rho2 * s.square_w + (1 - rho2) * self.square(h),
+            last_theta=theta,
+            last_w=w,
+        )
+
+    def square(self, g: Tensor) -> Tensor:
+        """Return g², coordinate by coordinate."""
+        return g**2

@@ -104,9 +104,9 @@ def echo(text: Any = "") -> None:
 
 @app.command("list")
 def list_() -> None:
-    """List algorithms, problems, networks, datasets and experiments."""
+    """List algorithms, servers, problems, networks, datasets and experiments."""
     from nestfed import models  # noqa: F401 (registers the library's own)
-    from nestfed.algorithms import METHODS
+    from nestfed.algorithms import METHODS, SERVERS
     from nestfed.data import sources
     from nestfed.experiment.spec import packaged
 
@@ -117,6 +117,7 @@ def list_() -> None:
         rows = [(m.name, _sent(m), (m.__doc__ or "").strip().split("\n")[0]) for m in methods]
         show_table(("name", "sent per round", "description"), rows)
         echo()
+    echo(f"Servers: {', '.join(SERVERS)} (for any method whose own server averages)\n")
     echo(f"Problems: {', '.join(OBJECTIVES)}\n")
     echo(f"Networks: {', '.join(NETWORKS)}\n")
     echo(f"Datasets: {', '.join(s.name for s in sources.names())} (see `nestfed data list`)\n")
@@ -144,6 +145,7 @@ def run_(
 ) -> None:
     """Run an experiment. Run it again to resume."""
     from nestfed.engine.record import metrics_of
+    from nestfed.experiment.build import method
     from nestfed.experiment.run import leads, run
     from nestfed.report.drawing import drawable
     from nestfed.report.events import following
@@ -170,7 +172,7 @@ def run_(
         decisive = experiment.evaluation.metric if experiment.evaluation.metric in metrics else metrics[0]
         echo(f"record       {place / 'record.jsonl'}")
         if drawable():
-            shown = {experiment.algorithm.name: [history]}
+            shown = {method(experiment).name: [history]}
             echo(f"plot         {curves(shown, decisive, place / 'plot.png', Path(file).stem)}")
     echo(f"report       {write(page_of_run(place), place / 'report.html')}")
     if (place / "privacy.txt").exists():

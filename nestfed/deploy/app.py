@@ -109,8 +109,7 @@ def init(folder: Path, experiment: Experiment, sites: int) -> None:
 
 def check_experiment(experiment: Experiment, sites: int) -> None:
     """Reject an experiment that cannot be deployed, before anything is written."""
-    from nestfed.algorithms import METHODS, build
-    from nestfed.experiment.spec import hyper_parameters
+    from nestfed.experiment.build import method
 
     if sites < 1:
         raise NestfedError(f"sites must be at least 1, not {sites}.")
@@ -118,10 +117,10 @@ def check_experiment(experiment: Experiment, sites: int) -> None:
         methods = ", ".join(experiment.methods)
         hint = f"this file's methods are {methods}" if methods else "see `nestfed list`"
         raise NestfedError(f"The experiment has no algorithm: choose one with --method ({hint}).")
-    build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
+    single = method(experiment).single
     if experiment.execution.device != "cpu":
         raise NestfedError(f"execution.device must be cpu for a deployment, not {experiment.execution.device}.")
-    if METHODS[experiment.algorithm.name].single and sites > 1:
+    if single and sites > 1:
         raise NestfedError(f"{experiment.algorithm.name} is a single-machine method, but there are {sites} sites.")
     if experiment.exchange.failures:
         raise NestfedError("exchange.failures simulates failures; set it to 0 for a deployment.")

@@ -73,10 +73,12 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
 
 
 def method(experiment: Experiment) -> Algorithm[Any, Any]:
-    """Build the method of an experiment."""
+    """Build the method of an experiment, with its server."""
     if not experiment.algorithm.name:
         raise NestfedError("The experiment has no algorithm: set algorithm.name, or use `compare --algorithms`.")
-    return algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
+    made = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
+    server = experiment.server
+    return made.served_by(algorithms.build_server(server.name, **server.hyper)) if server.name else made
 
 
 def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) -> Assembly:

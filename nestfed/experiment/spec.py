@@ -56,6 +56,18 @@ class AlgorithmSpec:
 
 
 @dataclass(frozen=True)
+class ServerSpec:
+    """The [server] table: the name of a server that moves the method's points, and its options; empty = the method's own."""
+
+    name: str = ""
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.hyper and not self.name:
+            raise NestfedError("[server] has options but no name: set server.name, such as server.name = 'adam'.")
+
+
+@dataclass(frozen=True)
 class Experiment:
     """An experiment, and the methods to compare on it."""
 
@@ -65,6 +77,7 @@ class Experiment:
     problem: Objective = Objective()
     """The [problem] table: the options of the named objective."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
+    server: ServerSpec = ServerSpec()
     run: RunSpec = RunSpec()
     evaluation: Evaluation = Evaluation()
     exchange: Exchange = Exchange()
@@ -87,6 +100,9 @@ class Experiment:
         settings["model"] = {"name": self.model.name, **self.model.options}
         settings["problem"] = {"name": self.problem.name, **settings["problem"]}
         settings["algorithm"] = {"name": self.algorithm.name, **self.algorithm.hyper}
+        settings["server"] = {"name": self.server.name, **self.server.hyper}
+        if not self.server.name:
+            del settings["server"]
         return settings
 
     def digest(self) -> str:
@@ -149,8 +165,10 @@ class Experiment:
 
 
 def _merged(section: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with changes; a new objective keeps only the options that it has."""
+    """Return a table with changes; a new objective or server keeps only the options that it has."""
     name = changes.get("name", "")
+    if section == "server" and "name" in changes and name != base.get("name"):
+        base = {k: v for k, v in base.items() if k in _server_options(name)}
     if section == "problem" and name != base.get("name") and isinstance(name, str) and name in OBJECTIVES:
         base = {k: v for k, v in base.items() if k in _options(name)}
     return {**base, **changes}
@@ -159,6 +177,14 @@ def _merged(section: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -
 def _options(objective: str) -> dict[str, Any]:
     """Return the options of an objective with their defaults."""
     return {f.name: f.default for f in dataclasses.fields(OBJECTIVES[objective])}
+
+
+def _server_options(name: Any) -> set[str]:
+    """Return the options of a server; none of an unknown one."""
+    from nestfed.algorithms import SERVERS
+
+    known = isinstance(name, str) and name in SERVERS
+    return {f.name for f in dataclasses.fields(SERVERS[name])} if known else set()  # type: ignore[arg-type]
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,6 +199,7 @@ _SECTIONS: dict[str, type] = {
     "model": ModelSpec,
     "problem": Objective,
     "algorithm": AlgorithmSpec,
+    "server": ServerSpec,
     "run": RunSpec,
     "evaluation": Evaluation,
     "exchange": Exchange,
@@ -285,12 +312,15 @@ def _reject_odd_methods(methods: Any) -> None:
 def _section(section: str, cls: type, table: Any) -> Any:
     if not isinstance(table, Mapping):
         raise _SettingError(section, "", f"[{section}] must be a table, not {table!r}.")
-    if cls in (ModelSpec, AlgorithmSpec):
+    if cls in (ModelSpec, AlgorithmSpec, ServerSpec):
         rest = {k: _setting(v) for k, v in table.items() if k != "name"}
         name = table.get("name", cls().name)
         if not isinstance(name, str):
             raise _SettingError(section, "name", f"{section}.name must be text, not {name!r}.")
-        return cls(name, rest)
+        try:
+            return cls(name, rest)
+        except NestfedError as error:
+            raise _SettingError(section, "", str(error)) from error
     if cls is Objective:
         return _objective(table)
     values = _values(section, table, {f.name: f.default for f in dataclasses.fields(cls)})

@@ -62,7 +62,7 @@ def page_of_run(directory: Path, title: str = "") -> Page:
     settings, history = _settings(directory), read(directory / "record.jsonl")
     if not history:
         raise NestfedError(f"{directory} contains no rounds yet; run it first.")
-    method, metrics, end = settings["algorithm"]["name"], _metrics([history], settings), history[-1]
+    method, metrics, end = _method_name(settings), _metrics([history], settings), history[-1]
     kinds = {"test": "", "validation": "val_"}
     curves = []
     for metric in metrics:
@@ -259,6 +259,16 @@ def _settings(directory: Path) -> dict[str, Any]:
         raise NestfedError(f"{directory / 'experiment.json'} cannot be read: {error}.") from error
 
 
+def _method_name(settings: Mapping[str, Any]) -> str:
+    """Return the name of a run's method, with that of its server if it has one beside the method's own."""
+    return "+".join(settings[section]["name"] for section in ("algorithm", "server") if section in settings)
+
+
+def _described(table: Mapping[str, Any]) -> str:
+    """Return a name and its options."""
+    return ", ".join(f"{k} = {v}" if k != "name" else str(v) for k, v in _name_first(table))
+
+
 def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: Sequence[Path]) -> dict[str, str]:
     tables = list(runs.values())
     facts = {
@@ -268,7 +278,8 @@ def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: 
         "Problem": _one(t["problem"]["name"] for t in tables),
         "Methods" if len(runs) > 1 else "Method": ", ".join(runs)
         if len(runs) > 1
-        else ", ".join(f"{k} = {v}" if k != "name" else str(v) for k, v in _name_first(tables[0]["algorithm"])),
+        else _described(tables[0]["algorithm"]),
+        **({"Server": servers} if (servers := _one(_described(t["server"]) for t in tables if "server" in t)) else {}),
         "Training": _one(f"{t['run']['rounds']} rounds of {t['run']['q']} local steps" for t in tables),
         "Seeds": ", ".join(map(str, seeds)),
     }
@@ -294,8 +305,8 @@ def _one(texts: Any) -> str:
 def _differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return settings by table: first those that all methods share, then those of each method."""
     shown: dict[str, dict[str, Any]] = {}
-    for section in next(iter(runs.values())):
-        tables = {method: settings[section] for method, settings in runs.items()}
+    for section in dict.fromkeys(section for settings in runs.values() for section in settings):
+        tables = {method: settings.get(section, {}) for method, settings in runs.items()}
         keys = list(dict.fromkeys(key for table in tables.values() for key in table))
         missing = object()
         same = [

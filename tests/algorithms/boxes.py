@@ -909,3 +909,173 @@ def fafed(
         M.append(m.copy())
         V.append(v.copy())
     return {"x": np.array(X), "m": np.array(M), "v": np.array(V)}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Adaptive nested methods, and other servers: no paper's box, but the formulas of the sheet
+
+
+def ada_fcsg_m(
+    grad: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    alpha: Schedule,
+    beta: Schedule,
+    rho2: Schedule,
+    rho: float,
+) -> dict[str, Array]:
+    """Ada-FCSG-M: FCSG-M's estimator, FAFED's preconditioner and order."""
+    x, u, v = everywhere(x0, N), everywhere(0 * x0, N), everywhere(0 * x0, N)
+    for n in range(N):
+        u[n] = grad(n, 0, x[n])
+        v[n] = u[n] ** 2
+    u, v = averaged(u), averaged(v)
+    A = np.sqrt(v[0]) + rho
+    X, U, V = [x.copy()], [u.copy()], [v.copy()]
+    for t in range(1, T):
+        for n in range(N):
+            x[n] = x[n] - at(alpha, t - 1) * u[n] / A
+            g = grad(n, t, x[n])
+            u[n] = (1 - at(beta, t)) * u[n] + at(beta, t) * g
+            v[n] = at(rho2, t) * v[n] + (1 - at(rho2, t)) * g**2
+        if t % q == 0:
+            v = averaged(v)
+            A = np.sqrt(v[0]) + rho
+            u, x = averaged(u), averaged(x)
+        X.append(x.copy())
+        U.append(u.copy())
+        V.append(v.copy())
+    return {"x": np.array(X), "u": np.array(U), "v": np.array(V)}
+
+
+def ada_fmgda(
+    grad: MinimaxGrad,
+    theta0: Array,
+    w0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    c_hat: float,
+    c: float,
+    alpha: Schedule,
+    beta: Schedule,
+    rho2: Schedule,
+    rho: float,
+) -> dict[str, Array]:
+    """Ada-FMGDA: FMGDA's estimators, FAFED's preconditioner for each player, FAFED's order."""
+    theta, w = everywhere(theta0, N), everywhere(w0, N)
+    u, v, s, r = np.zeros_like(theta), np.zeros_like(w), np.zeros_like(theta), np.zeros_like(w)
+    for n in range(N):
+        u[n], v[n] = grad(n, 0, theta[n], w[n])
+        s[n], r[n] = u[n] ** 2, v[n] ** 2
+    u, v, s, r = averaged(u), averaged(v), averaged(s), averaged(r)
+    A, B = np.sqrt(s[0]) + rho, np.sqrt(r[0]) + rho
+    out: dict[str, list[Array]] = {k: [] for k in ("theta", "w", "u", "v", "square_theta", "square_w", "last")}
+    own_theta, own_w = theta.copy(), w.copy()  # before averaging
+    for t in range(T):
+        if t > 0:
+            for n in range(N):
+                theta[n] = theta[n] - c_hat * at(eta, t - 1) * u[n] / A
+                w[n] = w[n] + c * at(eta, t - 1) * v[n] / B
+                g, h = grad(n, t, theta[n], w[n])
+                g_before, h_before = grad(n, t, own_theta[n], own_w[n])
+                u[n] = g + (1 - at(alpha, t)) * (u[n] - g_before)
+                v[n] = h + (1 - at(beta, t)) * (v[n] - h_before)
+                s[n] = at(rho2, t) * s[n] + (1 - at(rho2, t)) * g**2
+                r[n] = at(rho2, t) * r[n] + (1 - at(rho2, t)) * h**2
+            own_theta, own_w = theta.copy(), w.copy()
+            if t % q == 0:
+                s, r = averaged(s), averaged(r)
+                A, B = np.sqrt(s[0]) + rho, np.sqrt(r[0]) + rho
+                u, v, theta, w = averaged(u), averaged(v), averaged(theta), averaged(w)
+        for k, value in zip(out, (theta, w, u, v, s, r, own_theta)):
+            out[k].append(value.copy())
+    return {k: np.array(values) for k, values in out.items()}
+
+
+def fcsg_m_adam(
+    grad: Grad,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    alpha: Schedule,
+    beta: Schedule,
+    eta_g: float,
+    beta1: float,
+    beta2: float,
+    tau: float,
+) -> dict[str, Array]:
+    """FCSG-M whose x, not u, is moved by Adam at the server."""
+    x, u = everywhere(x0, N), everywhere(0 * x0, N)
+    z, M, V = np.array(x0, dtype=float), np.zeros(len(x0)), np.full(len(x0), tau**2)  # z: the server's x
+    X, U = [x.copy()], [u.copy()]
+    for t in range(T):
+        for n in range(N):
+            b = 1.0 if t == 0 else at(beta, t)
+            u[n] = (1 - b) * u[n] + b * grad(n, t, x[n])
+            x[n] = x[n] - at(alpha, t) * u[n]
+        if (t + 1) % q == 0:
+            delta = x.mean(0) - z
+            M = beta1 * M + (1 - beta1) * delta
+            V = beta2 * V + (1 - beta2) * delta**2
+            z = z + eta_g * M / (np.sqrt(V) + tau)
+            x, u = everywhere(z, N), averaged(u)
+        X.append(x.copy())
+        U.append(u.copy())
+    return {"x": np.array(X), "u": np.array(U)}
+
+
+def fmgda_yogi(
+    grad: MinimaxGrad,
+    theta0: Array,
+    w0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    c_hat: float,
+    c: float,
+    alpha: Schedule,
+    beta: Schedule,
+    eta_g: float,
+    beta1: float,
+    beta2: float,
+    tau: float,
+) -> dict[str, Array]:
+    """FMGDA whose players, not u and v, are moved by Yogi at the server, each with its own moments."""
+    theta, w = everywhere(theta0, N), everywhere(w0, N)
+    u, v = np.zeros_like(theta), np.zeros_like(w)
+    before_theta, before_w = theta.copy(), w.copy()
+    server = {"theta": np.array(theta0, dtype=float), "w": np.array(w0, dtype=float)}
+    M = {k: np.zeros_like(z) for k, z in server.items()}
+    V = {k: np.full_like(z, tau**2) for k, z in server.items()}
+    out: dict[str, list[Array]] = {"theta": [theta], "w": [w], "u": [u.copy()], "v": [v.copy()]}
+    for t in range(T):
+        new_theta, new_w = theta.copy(), w.copy()
+        for n in range(N):
+            g, h = grad(n, t, theta[n], w[n])
+            if t == 0:
+                u[n], v[n] = g, h
+            else:
+                g_before, h_before = grad(n, t, before_theta[n], before_w[n])
+                u[n] = g + (1 - at(alpha, t)) * (u[n] - g_before)
+                v[n] = h + (1 - at(beta, t)) * (v[n] - h_before)
+            new_theta[n] = theta[n] - c_hat * at(eta, t) * u[n]
+            new_w[n] = w[n] + c * at(eta, t) * v[n]
+        before_theta, before_w = theta, w
+        theta, w = new_theta, new_w
+        if (t + 1) % q == 0:
+            for k, mean in (("theta", theta.mean(0)), ("w", w.mean(0))):
+                delta = mean - server[k]
+                M[k] = beta1 * M[k] + (1 - beta1) * delta
+                V[k] = V[k] - (1 - beta2) * delta**2 * np.sign(V[k] - delta**2)
+                server[k] = server[k] + eta_g * M[k] / (np.sqrt(V[k]) + tau)
+            theta, w = everywhere(server["theta"], N), everywhere(server["w"], N)
+            u, v = averaged(u), averaged(v)
+        for k, value in zip(out, (theta, w, u, v)):
+            out[k].append(value.copy())
+    return {k: np.array(values) for k, values in out.items()}

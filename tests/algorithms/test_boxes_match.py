@@ -77,6 +77,7 @@ def codasca(eta_g: float) -> Box:
 
 
 ESTIMATE_LAST = {"x": 1, "m": 1, "v": 1}
+ONE_LATER = dict.fromkeys(("x", "theta", "w", "u", "v", "square_theta", "square_w", "last_theta"), 1)
 C_STEM, C_FAFED = 30.0, 40.0
 
 MATCHES: dict[str, list[Match]] = {
@@ -283,7 +284,46 @@ MATCHES: dict[str, list[Match]] = {
             label="schedule",
         ),
     ],
+    "ada-fcsg-m": [
+        Match(a.AdaFCSGM(0.1, 0.3, 0.8, 0.2), "conditional", several(boxes.ada_fcsg_m, 0.1, 0.3, 0.8, 0.2), ONE_LATER),
+        Match(
+            a.AdaFCSGM(falling(0.2), growing(0.9), growing(0.7), 0.2),
+            "conditional",
+            several(boxes.ada_fcsg_m, falling(0.2), growing(0.9), growing(0.7), 0.2),
+            ONE_LATER,
+            label="schedule",
+        ),
+    ],
+    "ada-fmgda": [
+        Match(
+            a.AdaFMGDA(0.5, 0.2, 0.4, 0.3, 0.6, 0.8, 0.2),
+            "minimax",
+            saddle(boxes.ada_fmgda, 0.5, 0.2, 0.4, 0.3, 0.6, 0.8, 0.2),
+            ONE_LATER,
+            private={"last_theta": "last"},
+        ),
+        Match(
+            a.AdaFMGDA(falling(0.5), 0.2, 0.4, growing(0.9), growing(0.5), growing(0.7), 0.2),
+            "minimax",
+            saddle(boxes.ada_fmgda, falling(0.5), 0.2, 0.4, growing(0.9), growing(0.5), growing(0.7), 0.2),
+            ONE_LATER,
+            label="schedule",
+        ),
+    ],
 }
+
+SERVED = [
+    Match(
+        a.FCSGM(0.1, 0.3).served_by(a.Adam(0.05, 0.8, 0.9, 0.05)),
+        "conditional",
+        several(boxes.fcsg_m_adam, 0.1, 0.3, 0.05, 0.8, 0.9, 0.05),
+    ),
+    Match(
+        a.FMGDA(falling(0.5), 0.2, 0.4, 0.3, 0.6).served_by(a.Yogi(0.05, 0.8, 0.7, 0.05)),
+        "minimax",
+        saddle(boxes.fmgda_yogi, falling(0.5), 0.2, 0.4, 0.3, 0.6, 0.05, 0.8, 0.7, 0.05),
+    ),
+]
 
 
 def test_every_method_has_its_box() -> None:
@@ -296,7 +336,7 @@ def test_every_method_has_its_box() -> None:
     "match",
     [
         pytest.param(m, id=f"{m.algorithm.name}-{m.setting}{'-' * bool(m.label)}{m.label}")
-        for ms in MATCHES.values()
+        for ms in [*MATCHES.values(), SERVED]
         for m in ms
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestfed.algorithms import METHODS
+from nestfed.algorithms import METHODS, Yogi
 from tests.methods import method, setting
 from tests.toys import SEED
 
@@ -80,6 +80,23 @@ def only_what_is_declared_leaves(name: str, grid: LocalGrid, bytes_up: int) -> N
         counts = {"client", "site", "examples", "positives", "shape", "classes", "columns"}
         assert set(reply.content["site"]) == stamp | counts
     assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "train"}
+
+
+def test_a_served_method_equals_simulation(tmp_path: Path) -> None:
+    """Four of five sites a round; the server's moments stay at the coordinator."""
+    s, served = setting("fmgda"), method("fmgda").served_by(Yogi(0.05, tau=0.01))
+    spec, exchange = RunSpec(rounds=5, q=Q, seed=SEED), Exchange(count=4)
+    study = Custom(
+        "served", lambda: Assembly(s.problem, served, s.clients, lambda model: {}, ""), spec, exchange=exchange
+    )
+    grid = deploy(study, tmp_path, 5)
+    expected = simulate(s.problem, served, s.clients, rounds=5, q=Q, seed=SEED, count=4, mode="loop", progress=False)
+    state = checkpointed(tmp_path)
+    for field, value in expected.shared.items():
+        torch.testing.assert_close(state[f"shared.{field}"], value, rtol=0, atol=1e-12)
+    assert {"server.M.theta", "server.V.theta", "server.M.w", "server.V.w"} <= state.keys()
+    for _, order, reply in shipped(grid, "train"):
+        assert set(order.content["shared"]) == set(reply.content["fields"]) == {"theta", "w", "u", "v"}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -648,19 +665,21 @@ def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **section
 
 
 @pytest.mark.parametrize(
-    ("problem", "algorithm", "evaluate"),
+    ("problem", "algorithm", "server", "evaluate"),
     [
-        ("auprc", {"name": "fcsg-m", "alpha": 0.5, "beta": 0.5}, "central"),
-        ("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, "clients"),
-        ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}, "central"),
-        ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}, "clients"),
+        ("auprc", {"name": "fcsg-m", "alpha": 0.5, "beta": 0.5}, {"name": "adam", "eta_g": 0.01}, "central"),
+        ("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, {}, "clients"),
+        ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}, {}, "central"),
+        ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}, {}, "clients"),
     ],
 )
-def test_a_data_set_in_parts(problem: str, algorithm: dict[str, Any], evaluate: str, tmp_path: Path) -> None:
+def test_a_data_set_in_parts(
+    problem: str, algorithm: dict[str, Any], server: dict[str, Any], evaluate: str, tmp_path: Path
+) -> None:
     """The metrics are pooled from counts, and are the simulation's to within the error that comes with them."""
     from nestfed.experiment.run import run
 
-    experiment = labelled(problem, algorithm, data={"held_out": evaluate})
+    experiment = labelled(problem, algorithm, data={"held_out": evaluate}, server=server)
     grid = deploy(experiment, tmp_path, 4)
     expected = run(experiment, tmp_path / "simulated", progress=False, picture=False)
     records = read_record(tmp_path / "run" / "record.jsonl")

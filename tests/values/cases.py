@@ -42,6 +42,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "coda-plus": ("minimax", STAGES),
     "codasca": ("minimax", STAGES),
     "fmgda": ("minimax", {"c_hat": 0.05, "c": 0.1, "alpha": 0.3}),
+    "ada-fcsg-m": ("conditional", {"alpha": 0.05, "beta": 0.3, "rho": 1.0}),
+    "ada-fmgda": ("minimax", {"c_hat": 0.1, "c": 0.2, "alpha": 0.3, "rho": 1.0}),
 }
 ONE_CLIENT = ("bsgd", "bspiderboost", "scgd")
 FEW = ("fedavg", "scaffold", "fedadam", "fcsg-m", "local-scgdm-tasks", "codasca", "fmgda")

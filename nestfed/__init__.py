@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         FedAdam,
         FedAMS,
         FedAvg,
+        FedNova,
         FedProx,
         FedYogi,
         LocalBSGD,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
-    from nestfed.data.clients import Balanced, Examples, Pairs
+    from nestfed.data.clients import Balanced, Examples, Paced, Pairs
     from nestfed.data.loaders import Loaders
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
@@ -68,6 +69,7 @@ _NAMES = {
         "FedAdagrad",
         "FedAdam",
         "FedAvg",
+        "FedNova",
         "FedProx",
         "FedYogi",
         "LocalBSGD",
@@ -91,6 +93,7 @@ _NAMES = {
     "nestfed.data.clients": (
         "Balanced",
         "Examples",
+        "Paced",
         "Pairs",
     ),
     "nestfed.data.loaders": ("Loaders",),
@@ -153,6 +156,7 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
+    "FedNova",
     "FedProx",
     "FedYogi",
     "FederatedAUC",
@@ -174,6 +178,7 @@ __all__ = [
     "MomentumLocalSGDA",
     "NaiveAdaptive",
     "NestfedError",
+    "Paced",
     "Pairs",
     "Result",
     "Scaffold",

@@ -8,7 +8,7 @@ from typing import Any
 from nestfed.algorithms import adaptive, average, compositional, conditional, minimax
 from nestfed.algorithms.adaptive import FAFED, STEM, FedAdagrad, FedAdam, FedAMS, FedYogi, NaiveAdaptive
 from nestfed.algorithms.alone import Alone
-from nestfed.algorithms.average import FedAvg, FedProx, Scaffold
+from nestfed.algorithms.average import FedAvg, FedNova, FedProx, Scaffold
 from nestfed.algorithms.compositional import SCGD, LocalBSGD, LocalMOML, LocalSCGD, LocalSCGDM, LocalSCGDMTasks
 from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, AccFCSGM, BSpiderBoost
 from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, CODAPlus, LocalSGDA, MomentumLocalSGDA
@@ -16,7 +16,7 @@ from nestfed.core import METHODS, Algorithm, NestfedError, unknown
 
 __all__ = [
     "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "STEM", "AccFCSGM", "Alone", "BSpiderBoost",
-    "CODAPlus", "FedAMS", "FedAdagrad", "FedAdam", "FedAvg", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD",
+    "CODAPlus", "FedAMS", "FedAdagrad", "FedAdam", "FedAvg", "FedNova", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD",
     "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "build",
 ]  # fmt: skip
 

@@ -415,8 +415,8 @@ class Clients(ABC):
         """Return one entry per iteration in ts: the batches of the clients ns, stacked along a new first axis."""
         return [_stack([self.sample(n, t) for n in ns], ns) for t in ts]
 
-    def prepare(self, ns: Sequence[int], ts: range) -> None:  # noqa: B027 - by default nothing is prepared
-        """Get ready for a round: the batches of the clients ns at the iterations ts will be drawn, in this order."""
+    def prepare(self, tasks: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - by default nothing is prepared
+        """Get ready for a round: the batches of these clients and iterations (n, t) will be drawn, in about this order."""
 
     def close(self) -> None:  # noqa: B027 - by default there is nothing to release
         """Release processes and files at the end of a run."""

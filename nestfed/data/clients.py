@@ -196,6 +196,14 @@ class Paced(Clients):
         """Return the batches of several clients and iterations."""
         return self.clients.draw(ns, ts)
 
+    def prepare(self, tasks: Sequence[tuple[int, int]]) -> None:
+        """Let the clients get ready."""
+        self.clients.prepare(tasks)
+
+    def close(self) -> None:
+        """Release what the clients hold."""
+        self.clients.close()
+
 
 @dataclass(frozen=True)
 class Examples(_Held):

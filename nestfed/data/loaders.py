@@ -105,9 +105,9 @@ class Loaders(Clients):
             return data
         return tree_map(lambda leaf: leaf.to(self.device), data)
 
-    def prepare(self, ns: Sequence[int], ts: range) -> None:
-        """Start to decode the batches of these clients and iterations."""
-        self._ahead.start([(n, t) for n in ns for t in ts])  # type: ignore[attr-defined]
+    def prepare(self, tasks: Sequence[Task]) -> None:
+        """Start to decode these batches."""
+        self._ahead.start(list(tasks))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """End the decoding processes."""

@@ -132,7 +132,8 @@ class Local:
 
         The reply collects times, and clients with infinite or NaN numbers.
         """
-        self.clients.prepare(order.asked, range(*order.span))
+        first = order.span.start
+        self.clients.prepare([(n, first + i) for n in order.asked for i in range(self._pace(n, order.span))])
         width = max(1, min(WIDEST, ROOM // self.problem.x0.numel())) if self.vectorised else 1
         for start in range(0, len(order.asked), width):
             upload = self._chunk(order, received, start, min(start + width, len(order.asked)), reply)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from nestfed import Examples, Exchange, Execution, FedAvg, Loaders, Minimize, simulate
+from nestfed import Examples, Exchange, Execution, FedAvg, Loaders, Minimize, Paced, simulate
 from nestfed.core import NestfedError
 from nestfed.testing import check_clients
 
@@ -115,22 +115,34 @@ def test_random_transforms_depend_on_seed_client_and_iteration_only() -> None:
 
 def test_processes_decode_ahead_and_end_with_the_run() -> None:
     clients = Loaders([Who(n) for n in SIZES], 4, num_workers=2, seed=0)
-    clients.prepare([0, 2], range(3))
+    clients.prepare([(n, t) for n in (0, 2) for t in range(3)])
     makers = {int(pid) for n in (0, 2) for t in range(3) for pid in clients.sample(n, t)[1]}
     assert makers == {p.pid for p in multiprocessing.active_children()}
     assert os.getpid() not in makers
     assert int(clients.sample(1, 0)[1][0]) == os.getpid()  # not asked for
-    clients.prepare([1, 2], range(3, 9))
+    clients.prepare([(n, t) for n in (1, 2) for t in range(3, 9)])
     clients.sample(1, 4)
-    clients.prepare([1], range(9, 10))  # the rest of the last round is forgotten, the processes stay
+    clients.prepare([(1, 9)])  # the rest of the last round is forgotten, the processes stay
     assert int(clients.sample(1, 9)[1][0]) in makers
     assert int(clients.sample(2, 5)[1][0]) == os.getpid()
     clients.close()
     assert multiprocessing.active_children() == []
     clients.close()
-    clients.prepare([0], range(1))
+    clients.prepare([(0, 0)])
     assert int(clients.sample(0, 0)[1][0]) not in makers | {os.getpid()}
     clients.close()
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_clients_of_different_speed_decode_ahead_too(mode: Any) -> None:
+    runs = []
+    for decoding in (0, 2):
+        clients = Paced(Loaders([Noisy(n) for n in SIZES], 4, num_workers=decoding), lambda n, t, q: q - n)
+        runs.append(
+            simulate(PROBLEM, FedAvg(eta=0.01), clients, rounds=2, q=3, execution=Execution(mode=mode, workers=1)).x
+        )
+    assert torch.equal(*runs)
+    assert multiprocessing.active_children() == []
 
 
 def test_many_batches_do_not_exhaust_open_files() -> None:
@@ -140,7 +152,7 @@ from torch.utils.data import TensorDataset
 from nestfed import Loaders
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
 clients = Loaders([TensorDataset(torch.arange(9.0), torch.arange(9))] * 100, 4, num_workers=1, seed=0)
-clients.prepare(range(100), range(1))
+clients.prepare([(n, 0) for n in range(100)])
 print(len(clients.draw(range(100), range(1))[0][0]))
 clients.close()
 """
@@ -172,7 +184,7 @@ from pathlib import Path
 from torch.utils.data import TensorDataset
 from nestfed import Loaders
 clients = Loaders([TensorDataset(torch.arange(9.0))], 4, num_workers=2, seed=0)
-clients.prepare([0], range(5))
+clients.prepare([(0, t) for t in range(5)])
 clients.sample(0, 0)
 Path({str(tmp_path / "new")!r}).write_text(" ".join(str(p.pid) for p in multiprocessing.active_children()))
 Path({str(tmp_path / "new")!r}).rename({str(tmp_path / "pids")!r})

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         FedAdam,
         FedAMS,
         FedAvg,
+        FedNova,
         FedProx,
         FedYogi,
         LocalBSGD,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
-    from nestfed.data.clients import Balanced, Examples, Pairs
+    from nestfed.data.clients import Balanced, Examples, Paced, Pairs
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
     from nestfed.models import held_out
@@ -81,6 +82,7 @@ _NAMES = {
         "FedAdagrad",
         "FedAdam",
         "FedAvg",
+        "FedNova",
         "FedProx",
         "FedYogi",
         "LocalBSGD",
@@ -106,6 +108,7 @@ _NAMES = {
     "nestfed.data.clients": (
         "Balanced",
         "Examples",
+        "Paced",
         "Pairs",
     ),
     "nestfed.engine.options": (
@@ -173,6 +176,7 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
+    "FedNova",
     "FedProx",
     "FedYogi",
     "FederatedAUC",
@@ -194,6 +198,7 @@ __all__ = [
     "MomentumLocalSGDA",
     "NaiveAdaptive",
     "NestfedError",
+    "Paced",
     "Pairs",
     "Result",
     "Scaffold",

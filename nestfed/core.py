@@ -328,8 +328,12 @@ class Batch:
 
     data: Data
     """What `clients.sample(n, t)` returned."""
-    key: Tensor | None = None
-    """The seed of this batch's random numbers, such as dropout masks; only for a problem that is `random`."""
+    key: Tensor = field(default_factory=lambda: _whole_tensor(0))
+    """The seed of this batch's random numbers, such as dropout masks: a whole number of its own for every (client, t)."""
+    client: Tensor = field(default_factory=lambda: _whole_tensor(0))
+    """The client's number, 0 … N−1. Like `key` and `steps` it is a tensor, because clients may be vectorised."""
+    steps: Tensor = field(default_factory=lambda: _whole_tensor(1))
+    """The number of local steps that this client takes in this round."""
     tape: Tape = field(default_factory=Tape)
     """Counts the evaluations."""
     eager: bool = False
@@ -355,8 +359,14 @@ class Batch:
         self.tape.note(examples, loss)
 
 
+def _whole_tensor(value: int) -> Tensor:
+    import torch
+
+    return torch.tensor(value)
+
+
 def as_batch(data: Batch | Data) -> Batch:
-    """Return a `Batch`; plain data gets no key and a new tape."""
+    """Return a `Batch`; plain data is that of client 0 with the key 0."""
     return data if isinstance(data, Batch) else Batch(data)
 
 
@@ -396,6 +406,10 @@ class Clients(ABC):
     def examples(self, n: int) -> int:
         """Return the number of client n's training rows; 0 if unknown."""
         return 0
+
+    def steps(self, n: int, t: int, q: int) -> int:
+        """Return how many of its q local steps client n takes in the round that begins at iteration t, at least 1."""
+        return q
 
     def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
         """Return one entry per iteration in ts: the batches of the clients ns, stacked along a new first axis."""
@@ -666,7 +680,7 @@ class Algorithm(ABC, Generic[P, S]):
     steps: ClassVar[tuple[str, ...]] = ("eta",)
     """The hyper-parameters that are its step sizes."""
     sizes: ClassVar[Mapping[str, str]] = {}
-    """The shared fields that do not have the model's size: "dual" (the size of w) or "inner value"."""
+    """The shared fields that do not have the model's size: "dual" (the size of w), "inner value" or "one number"."""
     evaluations: ClassVar[int] = 1
     """The number of points at which a step evaluates its batch."""
 

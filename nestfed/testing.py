@@ -41,11 +41,12 @@ from nestfed.core import (
     Problem,
     Saddle,
     SolvableSaddle,
+    Tape,
     as_clients,
 )
 from nestfed.data.random import Purpose, Streams
 from nestfed.engine.options import Exchange, Execution
-from nestfed.engine.program import dropout_keys, span_from
+from nestfed.engine.program import Span, batch_keys, span_from
 from nestfed.engine.simulate import Result, simulate
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
@@ -187,7 +188,7 @@ def check_problem(problem: Any, clients: Any, *, exact: bool = True, seed: int =
 
     x = problem.project(near(problem.x0))
     points = (x, problem.project_dual(near(problem.w0))) if isinstance(problem, Saddle) else (x,)
-    key = torch.tensor(12345 + seed) if problem.random else None
+    key = torch.tensor(12345 + seed)
     data = run.sample(0, 0)
     for name, question in _questions(problem).items():
         what = f"{kind}.{name}"
@@ -303,13 +304,12 @@ def _check_vectorised(what: str, question: Question, points: tuple[Tensor, ...],
     (drawn,) = run.draw(ns, range(1, 2))
     scale = torch.linspace(0.9, 1.1, len(ns))
     at = tuple(torch.stack([p * s.to(p) for s in scale]) for p in points)
-    keys = None if key is None else key + torch.arange(len(ns))
+    who = torch.arange(len(ns))
+    keys = key + who
     with torch.no_grad():
-        together = torch.vmap(
-            lambda at, data, key: question(at, Batch(data, key)), in_dims=(0, 0, None if keys is None else 0)
-        )(at, drawn, keys)
+        together = torch.vmap(lambda at, data, key, n: question(at, Batch(data, key, n)))(at, drawn, keys, who)
         for i, n in enumerate(ns):
-            batch = Batch(run.sample(n, 1), None if keys is None else keys[i], eager=True)
+            batch = Batch(run.sample(n, 1), keys[i], who[i], eager=True)
             alone = question(tuple(p[i] for p in at), batch)
             _close(tree_map(lambda leaf, i=i: leaf[i], together), alone, f"{what} vectorised over clients and not")
 
@@ -408,20 +408,20 @@ class Trial:
             exchange=exchange, execution=Execution(mode=mode or self.mode, workers=workers), progress=False, **more,
         )  # fmt: skip
 
-    def batch(self, n: int, t: int, *, eager: bool = True) -> Batch:
-        """Return client n's batch at step t."""
-        key = None
-        if self.problem.random:
-            key = dropout_keys(Streams(self.seed), [n], self.span(t)._replace(start=t, stop=t + 1), _device(self))[0, 0]
-        return Batch(self.clients.sample(n, t), key, eager=eager)
+    def batch(self, n: int, t: int, span: Span, *, eager: bool = True) -> Batch:
+        """Return client n's batch at step t of a round."""
+        device = self.problem.x0.device
+        key = batch_keys(Streams(self.seed), [n], Span(t, t + 1), device)[0, 0]
+        client, steps = torch.tensor([n, self.steps(n, span)], device=device)
+        return Batch(self.clients.sample(n, t), key, client, steps, eager=eager)
 
-    def span(self, t: int) -> Any:
+    def steps(self, n: int, span: Span) -> int:
+        """Return the number of client n's steps in a round."""
+        return self.clients.steps(n, span.start, span.stop - span.start)
+
+    def span(self, t: int) -> Span:
         """Return the iterations of the round that begins at t."""
         return span_from(self.method, t, self.q)
-
-
-def _device(trial: Trial) -> torch.device:
-    return trial.problem.x0.device
 
 
 def check_algorithm(
@@ -481,10 +481,10 @@ def check_purity(trial: Trial) -> None:
                 for hook in ("rejoin", "receive"):
                     state = _pure(f"{name}.{hook}", lambda s, t, hook=hook: getattr(method, hook)(s, t), state, t)
                 for i in range(*span):
-                    batch = trial.batch(0, i, eager=eager)
+                    batch = trial.batch(0, i, span, eager=eager)
 
                     def step(s: Any, data: Data, i: int, batch: Batch = batch) -> Any:
-                        return method.step(problem, s, Batch(data, batch.key, eager=batch.eager), i)
+                        return method.step(problem, s, replace(batch, data=data, tape=Tape()), i)
 
                     state = _pure(f"{name}.step", step, state, batch.data, i)
                 state, t = _pure(f"{name}.send", method.send, state, span.stop), span.stop
@@ -503,8 +503,8 @@ def _client_round(trial: Trial, state: Any, n: int, t: int) -> Any:
     span = trial.span(t)
     with torch.no_grad():
         state = trial.method.receive(state, t)
-        for i in range(*span):
-            state = trial.method.step(trial.problem, state, trial.batch(n, i), i)
+        for i in range(t, t + trial.steps(n, span)):
+            state = trial.method.step(trial.problem, state, trial.batch(n, i, span), i)
         return trial.method.send(state, span.stop)
 
 

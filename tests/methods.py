@@ -32,6 +32,7 @@ STAGES = {"eta": 0.1, "gamma": 10.0, "T0": 30}
 CASES: dict[str, Case] = {
     "fedavg": Case({"eta": 0.05}),
     "fedprox": Case({"eta": 0.05, "mu": 0.1}),
+    "fednova": Case({"eta": 0.05}),
     "scaffold": Case({"eta": 0.05}, steps=("eta", "eta_g")),
     "stem": Case({"eta": 0.05, "a": 0.3}, weights=("a",)),
     "naive-adaptive": Case({"eta": 0.02, "beta": 0.9}, weights=("beta",), homogeneous=True),

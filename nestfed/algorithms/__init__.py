@@ -9,7 +9,7 @@ from typing import Any
 from nestfed.algorithms import adaptive, average, compositional, conditional, minimax
 from nestfed.algorithms.adaptive import FAFED, STEM, FedAdagrad, FedAdam, FedAMS, FedYogi, NaiveAdaptive
 from nestfed.algorithms.alone import Alone
-from nestfed.algorithms.average import FedAvg, FedProx, Scaffold
+from nestfed.algorithms.average import FedAvg, FedNova, FedProx, Scaffold
 from nestfed.algorithms.compositional import SCGD, LocalBSGD, LocalMOML, LocalSCGD, LocalSCGDM, LocalSCGDMTasks
 from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, AccFCSGM, AdaFCSGM, BSpiderBoost
 from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, AdaFMGDA, CODAPlus, LocalSGDA, MomentumLocalSGDA
@@ -19,7 +19,7 @@ from nestfed.core import METHODS, SERVERS, Algorithm, Average, NestfedError, Ser
 __all__ = [
     "AMS", "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "SERVERS", "STEM", "AccFCSGM",
     "AdaFCSGM", "AdaFMGDA", "Adagrad", "Adam", "Alone", "Average", "BSpiderBoost", "CODAPlus", "FedAMS", "FedAdagrad", "FedAdam",
-    "FedAvg", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD", "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA",
+    "FedAvg", "FedNova", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD", "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA",
     "Momentum", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "Yogi", "build", "build_server",
 ]  # fmt: skip
 

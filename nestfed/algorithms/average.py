@@ -1,15 +1,16 @@
-"""Plain averaging and its corrections: FedAvg, FedProx, SCAFFOLD."""
+"""Plain averaging and its corrections: FedAvg, FedProx, FedNova, SCAFFOLD."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nestfed.algorithms.references import KARIMIREDDY_2020, LI_2020, MCMAHAN_2017
-from nestfed.algorithms.server import ControlVariates
+from nestfed.algorithms.references import KARIMIREDDY_2020, LI_2020, MCMAHAN_2017, WANG_2020
+from nestfed.algorithms.server import ControlVariates, Normalized
 from nestfed.core import Algorithm, Batch, Differentiable, Schedule, Server, at, at_least, positive
 
 
@@ -80,6 +81,56 @@ class FedProx(Algorithm[Differentiable, Anchored]):
         """x ← x − η(∇f(x; B_t) + μ(x − x_start))."""
         direction = problem.grad(s.x, batch) + self.mu * (s.x - s.start)
         return s._replace(x=problem.project(s.x - at(self.eta, t) * direction))
+
+
+class Travelled(NamedTuple):
+    """The model, the sum of the round's step sizes, and the model at the start of the round."""
+
+    x: Tensor
+    length: Tensor
+    start: Tensor
+
+
+@dataclass(frozen=True)
+class FedNova(Algorithm[Differentiable, Travelled]):
+    """FedNova (Wang et al. 2020): FedAvg for clients that take different numbers of steps τ_n.
+
+    A client uploads x − d_n with d_n = (x − y_n)/(ητ_n), and ητ_n, the sum of its step sizes. The server moves by
+    x ← x − mean(ητ_n)·mean(d_n), so a fast client has no more weight than a slow one. Equal τ_n: FedAvg.
+    """
+
+    eta: Schedule
+
+    name = "fednova"
+    accepts = Differentiable
+    shared = ("x", "length")
+    cites = (WANG_2020,)
+    sizes: ClassVar[Mapping[str, str]] = {"length": "one number"}
+
+    def __post_init__(self) -> None:
+        positive(self, "eta")
+
+    @property
+    def server(self) -> Server:
+        """Move along the mean direction by the mean length."""
+        return Normalized()
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Travelled:
+        """Start at x0."""
+        return Travelled(x0, x0.new_zeros(1), x0)
+
+    def receive(self, s: Travelled, t: int) -> Travelled:
+        """Store the starting point of the round."""
+        return s._replace(length=torch.zeros_like(s.length), start=s.x)
+
+    def step(self, problem: Differentiable, s: Travelled, batch: Batch, t: int) -> Travelled:
+        """y ← y − η∇f(y; B_t)."""
+        eta = at(self.eta, t)
+        return s._replace(x=problem.project(s.x - eta * problem.grad(s.x, batch)), length=s.length + eta)
+
+    def send(self, s: Travelled, t: int) -> Travelled:
+        """Upload x − d_n."""
+        return s._replace(x=s.start - (s.start - s.x) / s.length)
 
 
 class Controlled(NamedTuple):

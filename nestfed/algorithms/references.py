@@ -181,6 +181,14 @@ CHEN_2020 = """@inproceedings{chen2020toward,
   pages     = {119--128},
   year      = {2020}
 }"""
+WANG_2020 = """@inproceedings{wang2020tackling,
+  title     = {Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization},
+  author    = {Wang, Jianyu and Liu, Qinghua and Liang, Hao and Joshi, Gauri and Poor, H. Vincent},
+  booktitle = {Advances in Neural Information Processing Systems},
+  volume    = {33},
+  pages     = {7611--7623},
+  year      = {2020}
+}"""
 
 
 def bibtex(name: str) -> str:

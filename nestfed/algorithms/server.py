@@ -1,4 +1,4 @@
-"""Server updates: steps on the pseudo-gradient that compose with any method, and control variates."""
+"""Server updates: steps on the pseudo-gradient that compose with any method, control variates, normalized steps."""
 
 from __future__ import annotations
 
@@ -174,3 +174,12 @@ class ControlVariates(Server):
         """x ← x + η_g·mean(y − x); c ← c + (|S|/N)·mean(c_n⁺ − c_n)."""
         rate = dict.fromkeys(self.moved, self.eta_g) | dict.fromkeys(self.variates, fraction)
         return state, {k: mean[k] if rate[k] == 1 else old[k] + rate[k] * (mean[k] - old[k]) for k in mean}
+
+
+@dataclass(frozen=True)
+class Normalized(Server):
+    """FedNova's server: clients upload x minus a direction per unit of length, and the length of their path."""
+
+    def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
+        """x ← x − mean(length)·mean(d)."""
+        return state, {**mean, "x": old["x"] + mean["length"] * (mean["x"] - old["x"])}

@@ -130,7 +130,8 @@ def _sent(method: type[Algorithm[Any, Any]]) -> str:
         return "nothing"
     whole = [f for f in method.shared if f not in method.sizes]
     rest = [f for f in method.shared if f in method.sizes]
-    extra = f" + {', '.join(rest)} (size of the {method.sizes[rest[0]]})" if rest else ""
+    sizes = {k: v if v == "one number" else f"size of the {v}" for k, v in method.sizes.items()}
+    extra = f" + {', '.join(rest)} ({sizes[rest[0]]})" if rest else ""
     return f"{len(whole)} × model: {', '.join(whole)}{extra}"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Clients, Data, NestfedError
+from nestfed.core import Clients, Data, NestfedError, as_clients
 from nestfed.data.random import Purpose, Streams
 
 Size = int | Callable[[int], int]
@@ -139,6 +139,57 @@ class _Held(Clients):
             self.assemble(tuple(p.view(*c.shape, *p.shape[1:]) for p in piece), ns, t)
             for piece, c, t in zip(pieces, chosen, ts)
         ]
+
+
+@dataclass(frozen=True)
+class Paced(Clients):
+    """Clients of different speed: client n takes `pace(n, t, q)` of the q local steps of the round that begins at t.
+
+    `Paced(clients, lambda n, t, q: max(1, q // (n + 1)))`. Plain averaging then favours the fast clients; FedNova does
+    not.
+    """
+
+    clients: Clients
+    pace: Callable[[int, int, int], int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "clients", as_clients(self.clients))
+
+    @property
+    def alike(self) -> bool:  # type: ignore[override]  # that of the clients
+        """Whether the clients' batches have the same shape."""
+        return self.clients.alike
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def sample(self, n: int, t: int) -> Data:
+        """Return client n's batch at iteration t."""
+        return self.clients.sample(n, t)
+
+    def steps(self, n: int, t: int, q: int) -> int:
+        """Return client n's number of steps in the round that begins at t."""
+        return self.pace(n, t, q)
+
+    def seeded(self, seed: int) -> Self:
+        """Return these clients with the seed of a run."""
+        return replace(self, clients=self.clients.seeded(seed))
+
+    def to(self, device: torch.device) -> Self:
+        """Return these clients with their data on a device."""
+        return replace(self, clients=self.clients.to(device))
+
+    def label(self, n: int) -> str:
+        """Return client n's name."""
+        return self.clients.label(n)
+
+    def examples(self, n: int) -> int:
+        """Return the number of client n's training rows."""
+        return self.clients.examples(n)
+
+    def draw(self, ns: Sequence[int], ts: range) -> list[Data]:
+        """Return the batches of several clients and iterations."""
+        return self.clients.draw(ns, ts)
 
 
 @dataclass(frozen=True)

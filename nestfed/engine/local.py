@@ -18,7 +18,7 @@ from nestfed.engine.encode import RESIDUAL
 from nestfed.engine.intercept import WrongNumberError, intercepted, reject_infinite, timed, watched
 from nestfed.engine.options import Exchange
 from nestfed.engine.probe import blamed
-from nestfed.engine.program import TAP, AnyAlgorithm, Program, Report, Span, dropout_keys
+from nestfed.engine.program import TAP, AnyAlgorithm, Program, Report, Span, Who, batch_keys
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
 from nestfed.engine.store import Store, Tables
 from nestfed.problems.flat import channels_last
@@ -36,9 +36,16 @@ class Inputs(NamedTuple):
     private: Fields
     stale: Tensor | None
     """Whether each client skipped the last round; None if none did."""
+    who: Who
     batches: Sequence[Data]
-    """One for each iteration."""
-    keys: Sequence[Tensor | None]
+    """One for each iteration that some client takes."""
+    steps: Sequence[int]
+    """The number of local steps of each client."""
+
+    @property
+    def short(self) -> bool:
+        """Whether some clients take fewer steps than others."""
+        return min(self.steps) < len(self.batches)
 
 
 @dataclass
@@ -162,18 +169,30 @@ class Local:
             self.store.write(order, ns, {**private, **lost})
         places = [order.at + start + i for i in good]
         loss = numbers[0] if program.noted else torch.full_like(numbers[0], torch.nan)
-        examples, evaluations = program.examples * len(ns), program.evaluations * len(ns)
+        steps = [inputs.steps[i] for i in good]
+        examples, evaluations = (
+            sum(cost[k] * sum(taken > j for taken in steps) for j, cost in enumerate(program.costs)) for k in (0, 1)
+        )
         return Upload(ns, places, fields, loss, numbers[1], examples, evaluations)
 
     def _inputs(self, order: Order, received: Fields, kept: Fields, start: int, stop: int) -> Inputs:
         ns, span = order.asked[start:stop], order.span
-        batches = self.clients.draw(ns, range(*span))
-        keys: list[Tensor | None] = [None] * (span.stop - span.start)
-        if self.problem.random:
-            keys = list(dropout_keys(self.streams, ns, span, self.device).unbind(1))
+        steps = [self._pace(n, span) for n in ns]
+        taken = Span(span.start, span.start + max(steps))
+        batches = self.clients.draw(ns, range(*taken))
+        numbers = torch.tensor([list(ns), steps], device=self.device)
+        who = Who(batch_keys(self.streams, ns, taken, self.device), *numbers)
         late = order.stale()[start:stop] if self.method.private else []
         stale = torch.tensor(late, device=self.device) if any(late) else None
-        return Inputs(received, {k: kept[k] for k in self.method.private}, stale, batches, keys)
+        return Inputs(received, {k: kept[k] for k in self.method.private}, stale, who, batches, steps)
+
+    def _pace(self, n: int, span: Span) -> int:
+        """Return the number of local steps of client n in a round."""
+        most = span.stop - span.start
+        steps = self.clients.steps(n, span.start, most)
+        if not (isinstance(steps, int) and 1 <= steps <= most):
+            raise NestfedError(f"Client {self.clients.label(n)} must take 1…{most} local steps, not {steps!r}.")
+        return steps
 
     def _rounds(self, program: Program, inputs: Inputs) -> tuple[Fields, Fields, Report]:
         """Run all these clients' rounds; return one row per client."""
@@ -187,12 +206,12 @@ class Local:
 
     def _together(self, program: Program, inputs: Inputs) -> tuple[Fields, Fields, Report]:
         """Run the clients' whole round in one vectorised call."""
-        run = torch.vmap(
-            program.__call__,  # vmap prints the whole program if the function has no name
-            in_dims=(None, 0, None if inputs.stale is None else 0, 0, None if inputs.keys[0] is None else 0),
-            randomness="error",
-        )
-        return run(*inputs)
+
+        def round(*client: Any) -> tuple[Fields, Fields, Report]:
+            return program(*client, short=inputs.short)
+
+        in_dims = (None, 0, None if inputs.stale is None else 0, 0, 0)
+        return torch.vmap(round, in_dims=in_dims, randomness="error")(*inputs[:5])
 
     def _compiled(self, program: Program, inputs: Inputs) -> tuple[Fields, Fields, Report]:
         """Run the round step by step, each step vectorised and compiled.
@@ -200,17 +219,18 @@ class Local:
         The unit is a step because all rounds share it. The compiler treats t as a number and compiles twice: for t = 0
         and for all later t.
         """
-        shared, mine, stale, batches, keys = inputs
-        count = len(next(iter(mine.values()))) if mine else len(tree_leaves(batches[0])[0])
+        shared, mine, stale, who, batches, _ = inputs
+        count = len(who.client)
         wide = {k: v.expand(count, *v.shape) for k, v in shared.items()}
         s = torch.vmap(program.begin, in_dims=(0, 0, None if stale is None else 0))(wide, mine, stale)
         # Fields that a method passes through unchanged are still shared by all clients.
         s = type(s)(*(v.contiguous() for v in s))
         losses, taps = [], {}
-        for t, batch, key in zip(range(*program.span), batches, keys):
+        for i, (t, batch) in enumerate(zip(range(*program.span), batches)):
             graphs, began = _graphs(), perf_counter()
+            now = who._replace(key=who.key[:, i])
             try:
-                s, loss, examples, evaluations = self._step(s, batch, key, t)
+                s, loss, cost = self._step(s, batch, now, t, who.steps > i if inputs.short else None)
             except Exception as error:
                 if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     reason = str(error).strip().split("\n")[0]
@@ -218,30 +238,32 @@ class Local:
                 raise
             if _graphs() != graphs:
                 self.compiling += perf_counter() - began
-            program.examples += examples
-            program.evaluations += evaluations
-            if loss is not None:
-                losses.append(loss)
+            program.costs.append(cost)
+            losses += loss
             if t == program.tap:
                 taps[TAP] = getattr(s, self.method.point)
-        program.noted = bool(losses)
-        return torch.vmap(program.finish)(s, wide, losses, taps)
+        steps = who.steps if inputs.short else None
+        return torch.vmap(program.finish, in_dims=(0, 0, 0, 0, None if steps is None else 0))(
+            s, wide, losses, taps, steps
+        )
 
-    def _steps(self, s: Any, data: Data, key: Any, t: int) -> tuple[Any, Tensor | None, int, int]:
-        """Take one step at all clients."""
+    def _steps(
+        self, s: Any, data: Data, who: Who, t: int, active: Tensor | None
+    ) -> tuple[Any, list[Tensor], tuple[int, int]]:
+        """Take one step at all clients, or at those that are active; the list has the loss, if the problem notes one."""
         counts = [0, 0]
 
-        def step(s: Any, data: Data, key: Any) -> tuple[Any, Tensor | None]:
+        def step(s: Any, data: Data, who: Who, active: Tensor | None) -> tuple[Any, list[Tensor]]:
             program = Program(
                 self.problem, self.method, self.template, Span(0, 0), False,
                 precision=self.precision, pieces=self.pieces,
             )  # fmt: skip
-            s, tape = program.step(s, data, key, t)
+            s, tape = program.step(s, data, who, t, active)
             counts[:] = tape.examples, tape.evaluations
-            return s, tape.loss
+            return s, [] if tape.loss is None else [tape.loss]
 
-        after, loss = torch.vmap(step, in_dims=(0, 0, None if key is None else 0))(s, data, key)
-        return after, loss, counts[0], counts[1]
+        after, loss = torch.vmap(step, in_dims=(0, 0, 0, None if active is None else 0))(s, data, who, active)
+        return after, loss, (counts[0], counts[1])
 
     def _alone(self, program: Program, inputs: Inputs, i: int) -> tuple[Fields, Fields, Report]:
         """Run the round of the i-th client of the inputs."""
@@ -250,8 +272,8 @@ class Local:
             inputs.shared,
             {k: v[i] for k, v in inputs.private.items()},
             None if inputs.stale is None else inputs.stale[i],
-            [tree_map(lambda leaf: lay(leaf[i]), b) for b in inputs.batches],
-            [None if k is None else k[i] for k in inputs.keys],
+            Who(*(v[i] for v in inputs.who)),
+            [tree_map(lambda leaf: lay(leaf[i]), b) for b in inputs.batches[: inputs.steps[i]]],
         )
 
     def _encoded(
@@ -282,7 +304,9 @@ class Local:
 
         try:
             self._alone(
-                replace(program, problem=intercepted(self.problem, watched), eager=True, watch=watch), inputs, i
+                replace(program, problem=intercepted(self.problem, watched), eager=True, watch=watch, costs=[]),
+                inputs,
+                i,
             )
         except WrongNumberError as wrong:
             step = f"{where}, iteration {now} (round {round + 1})"

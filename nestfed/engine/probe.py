@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from nestfed.core import Batch, Clients, Differentiable, NestfedError, Problem, Saddle, __version__
 from nestfed.data.random import Streams
-from nestfed.engine.program import Span, dropout_keys
+from nestfed.engine.program import Span, batch_keys
 from nestfed.files import write_atomically
 
 FILE = "probe.json"
@@ -62,7 +62,7 @@ def some(clients: int) -> list[int]:
 
 def first_batch(problem: Problem, clients: Clients, seed: int, n: int) -> Batch:
     """Return client n's batch at t = 0, as a run evaluates it."""
-    key = dropout_keys(Streams(seed), [n], Span(0, 1), problem.x0.device)[0, 0]
+    device = problem.x0.device
     with blamed(clients.label, [n], 0, "The clients' sample"):
         data = clients.sample(n, 0)
     for leaf in tree_leaves(data):
@@ -71,7 +71,8 @@ def first_batch(problem: Problem, clients: Clients, seed: int, n: int) -> Batch:
                 f"The batch of client {clients.label(n)} contains {leaf!r}: sample must return tensors, or tuples, lists "
                 "and dictionaries of tensors."
             )
-    return Batch(data, key, eager=True)
+    key = batch_keys(Streams(seed), [n], Span(0, 1), device)[0, 0]
+    return Batch(data, key, torch.tensor(n, device=device), eager=True)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +38,24 @@ def span_from(method: AnyAlgorithm, t: int, q: int) -> Span:
     return Span(t, stop + 1)
 
 
+class Who(NamedTuple):
+    """What a batch says of its client: `Batch.key` (before `at`: one for each iteration), `client` and `steps`."""
+
+    key: Tensor
+    client: Tensor
+    steps: Tensor
+
+    def at(self, i: int) -> Who:
+        """Return these facts for the i-th iteration."""
+        return self._replace(key=self.key[i])
+
+
 class Report(NamedTuple):
     """Statistics of one client's round, sent with its upload."""
 
     loss: Tensor
     moved: Tensor
-    """‖x_n − x_start‖², from which the drift is computed."""
+    """‖x_n − x_start‖² of the uploaded point, from which the drift is computed."""
 
 
 @dataclass
@@ -59,31 +71,33 @@ class Program:
     """Upload the point after this iteration too."""
     watch: Callable[[int, Any, Tensor | None], None] | None = None
     """Called after every step, to find where numbers became infinite or NaN."""
-    examples: int = 0
-    evaluations: int = 0
+    costs: list[tuple[int, int]] = field(default_factory=list)
+    """Examples and evaluations of each step."""
     noted: bool = False
     """Whether the problem recorded a loss."""
     precision: torch.dtype | None = None
     pieces: int = 1
 
     def __call__(
-        self, shared: Fields, private: Fields, stale: Any, batches: Sequence[Data], keys: Sequence[Tensor | None]
+        self, shared: Fields, private: Fields, stale: Any, who: Who, batches: Sequence[Data], *, short: bool = False
     ) -> tuple[Fields, Fields, Report]:
-        """Return the upload, the new private fields and the report."""
+        """Return the upload, the new private fields and the report.
+
+        There may be fewer batches than iterations. With `short`, vectorised clients take fewer steps than there are
+        batches: each keeps its state after its last step.
+        """
         s = self.begin(shared, private, stale)
         losses, taps = [], {}
-        for t, data, key in zip(range(*self.span), batches, keys):
-            s, tape = self.step(s, data, key, t)
-            self.examples += tape.examples
-            self.evaluations += tape.evaluations
+        for i, (t, data) in enumerate(zip(range(*self.span), batches)):
+            s, tape = self.step(s, data, who.at(i), t, who.steps > i if short else None)
+            self.costs.append((tape.examples, tape.evaluations))
             if tape.loss is not None:
                 losses.append(tape.loss)
-            if t == self.tap:
+            if t <= self.tap:
                 taps[TAP] = getattr(s, self.method.point)
             if self.watch is not None:
                 self.watch(t, s, tape.loss)
-        self.noted = bool(losses)
-        return self.finish(s, shared, losses, taps)
+        return self.finish(s, shared, losses, taps if self.span.holds(self.tap) else {}, who.steps if short else None)
 
     def begin(self, shared: Fields, private: Fields, stale: Any) -> Any:
         """Load the download; `stale` marks a client that skipped the last round."""
@@ -93,20 +107,32 @@ class Program:
             s = s._replace(**{k: torch.where(stale, getattr(fresh, k), getattr(s, k)) for k in self.method.private})
         return self.method.receive(s, self.span.start)
 
-    def step(self, s: Any, data: Data, key: Tensor | None, t: int) -> tuple[Any, Tape]:
-        """Take the step of iteration t; return the new state and what it cost."""
+    def step(self, s: Any, data: Data, who: Who, t: int, active: Tensor | None = None) -> tuple[Any, Tape]:
+        """Take the step of iteration t; return the new state and what it cost.
+
+        active: whether this client takes the step; None = it does.
+        """
         tape = Tape()
-        s = self.method.step(self.problem, s, Batch(data, key, tape, self.eager, self.precision, self.pieces), t)
+        batch = Batch(data, *who, tape=tape, eager=self.eager, precision=self.precision, pieces=self.pieces)
+        new = self.method.step(self.problem, s, batch, t)
         if not tape.evaluations:  # the problem does not count evaluations
             tape.note(leading(data))
-        return s, tape
+        if active is not None:
+            new = type(s)(*(torch.where(active, after, before) for after, before in zip(new, s)))
+            tape.loss = None if tape.loss is None else tape.loss * active
+        return new, tape
 
-    def finish(self, s: Any, shared: Fields, losses: Sequence[Tensor], taps: Fields) -> tuple[Fields, Fields, Report]:
-        """Prepare the upload."""
-        x, x_start = getattr(s, self.method.point), shared[self.method.point]
-        loss = torch.stack(list(losses)).mean() if losses else x_start.new_zeros(())
-        report = Report(loss, ((x - x_start) ** 2).sum())
+    def finish(
+        self, s: Any, shared: Fields, losses: Sequence[Tensor], taps: Fields, steps: Tensor | None = None
+    ) -> tuple[Fields, Fields, Report]:
+        """Prepare the upload; `steps` is the number of steps that this client took, if it skipped some."""
+        self.noted = bool(losses)
+        x_start = shared[self.method.point]
+        loss = x_start.new_zeros(())
+        if losses:
+            loss = torch.stack(list(losses)).mean() if steps is None else torch.stack(list(losses)).sum() / steps
         s = self.method.send(s, self.span.stop)
+        report = Report(loss, ((getattr(s, self.method.point) - x_start) ** 2).sum())
         return (
             {k: getattr(s, k) for k in self.method.shared} | dict(taps),
             {k: getattr(s, k) for k in self.method.private},
@@ -114,7 +140,6 @@ class Program:
         )
 
 
-def dropout_keys(streams: Streams, ns: Sequence[int], span: Span, device: torch.device) -> Tensor:
+def batch_keys(streams: Streams, ns: Sequence[int], span: Span, device: torch.device) -> Tensor:
     """Return one key per client and iteration, shape (clients, iterations)."""
-    keys = [[int(streams.at(Purpose.DROPOUT, n, t).integers(2**62)) for t in range(span.start, span.stop)] for n in ns]
-    return torch.tensor(keys, dtype=torch.int64, device=device)
+    return torch.from_numpy(streams.keys(Purpose.DROPOUT, ns, range(*span))).to(device)

@@ -149,7 +149,7 @@ class _Modelled(Problem):
         stack = ExitStack()
         if sample.precision is not None:
             stack.enter_context(torch.autocast(tree_leaves(sample.data)[0].device.type, sample.precision))
-        if sample.key is not None:
+        if self.random:
             if self.sequential:
                 key = sample.key
                 stack.enter_context(torch.random.fork_rng([key.device] if key.device.type == "cuda" else []))

@@ -627,6 +627,28 @@ def fedavg(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule) -> Arra
     return np.array(X)
 
 
+def fednova(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, tau: Sequence[int]) -> dict[str, Array]:
+    """FedNova (Wang et al. 2020): client n takes the first tau[n] of the round's q steps."""
+    x = everywhere(x0, N)
+    X, L = [x.copy()], [np.zeros((N, 1))]
+    d, length = np.zeros_like(x), np.zeros((N, 1))
+    for t in range(T):
+        if t % q == 0:
+            start, length = x[0].copy(), np.zeros((N, 1))
+        for n in range(N):
+            if t % q < tau[n]:
+                x[n] = x[n] - at(eta, t) * grad(n, t, x[n])
+                length[n, 0] += at(eta, t)
+        if (t + 1) % q == 0:
+            for n in range(N):
+                d[n] = (start - x[n]) / length[n]
+            length = averaged(length)
+            x = everywhere(start - length[0, 0] * d.mean(0), N)
+        X.append(x.copy())
+        L.append(length.copy())
+    return {"x": np.array(X), "length": np.array(L)}
+
+
 def fedprox(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, mu: float) -> Array:
     """FedProx (Li et al. 2020), its inner problem solved by q gradient steps."""
     x = everywhere(x0, N)

@@ -90,6 +90,10 @@ MATCHES: dict[str, list[Match]] = {
         Match(a.FedProx(0.1, 0.7), "plain", only(boxes.fedprox, 0.1, 0.7)),
         Match(a.FedProx(falling(0.1), 0.7), "plain", only(boxes.fedprox, falling(0.1), 0.7), label="schedule"),
     ],
+    "fednova": [
+        Match(a.FedNova(0.1), "plain", several(boxes.fednova, 0.1, [Q] * 9)),
+        Match(a.FedNova(falling(0.1)), "plain", several(boxes.fednova, falling(0.1), [Q] * 9), label="schedule"),
+    ],
     "scaffold": [
         Match(a.Scaffold(0.1), "plain", several(boxes.scaffold, 0.1), private={"own": "c_n"}),
         Match(

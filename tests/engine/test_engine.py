@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from nestfed import Classify, Examples, Minimize
 from nestfed.algorithms import METHODS, FedAdam, FedAMS, FedAvg, FedYogi, Scaffold
-from nestfed.core import Batch, Metric, NestfedError, Tape
+from nestfed.core import Batch, Metric, NestfedError
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.options import Exchange
-from nestfed.engine.program import Span, dropout_keys
+from nestfed.engine.program import Span, batch_keys
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import RunState
 from nestfed.engine.run_directory import Interrupted
@@ -323,8 +323,8 @@ def test_uniform_output_is_the_mean_of_the_clients_at_the_drawn_iteration() -> N
         with torch.no_grad():
             for t in range(12):
                 for n in range(5):
-                    key = dropout_keys(Streams(seed), [n], Span(t, t + 1), torch.device("cpu"))[0, 0]
-                    points[n] = points[n] - 0.1 * problem.grad(points[n], Batch(held.sample(n, t), key, Tape(), True))
+                    key = batch_keys(Streams(seed), [n], Span(t, t + 1), torch.device("cpu"))[0, 0]
+                    points[n] = points[n] - 0.1 * problem.grad(points[n], Batch(held.sample(n, t), key, eager=True))
                 means.append(torch.stack(points).mean(0))
                 if t % 3 == 2:
                     points = [means[-1]] * 5

@@ -117,7 +117,7 @@ def test_hidden_state_is_carried_and_gradients_stop_at_the_window() -> None:
 def test_gradient_is_clipped_and_words_are_counted() -> None:
     clients = TextClients(chain(400, 0), clients=1, batch=4, bptt=7)
     problem, tape = Language(small(), clip=0.01), Tape()
-    gradient = problem.grad(problem.x0, Batch(clients.sample(0, 1), None, tape, True))
+    gradient = problem.grad(problem.x0, Batch(clients.sample(0, 1), tape=tape, eager=True))
     assert float(gradient.norm()) == pytest.approx(0.01, rel=1e-4)
     assert tape.examples == 28
 

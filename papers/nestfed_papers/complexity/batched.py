@@ -17,7 +17,7 @@ from nestfed.core import Fields
 from nestfed.engine.local import Local
 from nestfed.engine.loop import Plan, rounds, send
 from nestfed.engine.options import Evaluation, Exchange, Execution
-from nestfed.engine.program import AnyAlgorithm, Program, span_from
+from nestfed.engine.program import AnyAlgorithm, Program, Who, span_from
 from nestfed.engine.round import Order, Reply, Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.simulate import simulate
@@ -79,15 +79,18 @@ class Batched(Local):
         """Run a round of all clients."""
         program = Program(self.problem, self.method, self.template, order.span, eager=True)
         batches = [self.source.at(self.seeds, t) for t in range(*order.span)]
-        upload, self.fields, report = program(shared, self.fields, None, batches, [None] * len(batches))
-        count = len(order.asked)
+        count, steps = len(order.asked), len(batches)
+        who = Who(
+            torch.zeros(steps, dtype=torch.int64), torch.tensor(0), torch.tensor(steps)
+        )  # these problems use none
+        upload, self.fields, report = program(shared, self.fields, None, who, batches)
         return Reply(
             {k: v.sum(1, keepdim=True) for k, v in upload.items()},
             answered=list(order.asked),
             downloads=count,
             weight=count,
             moved=float(report.moved),
-            examples=program.examples * count,
+            examples=sum(examples for examples, _ in program.costs) * count,
         )
 
     def own(self) -> Fields:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nestfed.algorithms import adaptive, average, compositional, conditional, minimax
+from nestfed.algorithms import adaptive, average, compositional, conditional, minimax, personal
 from nestfed.algorithms.adaptive import FAFED, STEM, FedAdagrad, FedAdam, FedAMS, FedYogi, NaiveAdaptive
 from nestfed.algorithms.alone import Alone
-from nestfed.algorithms.average import FedAvg, FedNova, FedProx, Scaffold
+from nestfed.algorithms.average import FedAvg, FedDyn, FedNova, FedProx, Scaffold
 from nestfed.algorithms.compositional import SCGD, LocalBSGD, LocalMOML, LocalSCGD, LocalSCGDM, LocalSCGDMTasks
 from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, AccFCSGM, BSpiderBoost
 from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, CODAPlus, LocalSGDA, MomentumLocalSGDA
+from nestfed.algorithms.personal import Ditto, FedRep
 from nestfed.core import METHODS, Algorithm, NestfedError, unknown
 
 __all__ = [
     "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "STEM", "AccFCSGM", "Alone", "BSpiderBoost",
-    "CODAPlus", "FedAMS", "FedAdagrad", "FedAdam", "FedAvg", "FedNova", "FedProx", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD",
-    "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "build",
+    "CODAPlus", "Ditto", "FedAMS", "FedAdagrad", "FedAdam", "FedAvg", "FedDyn", "FedNova", "FedProx", "FedRep", "FedYogi",
+    "LocalBSGD", "LocalMOML", "LocalSCGD", "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "build",
 ]  # fmt: skip
 
-for _module in (average, adaptive, conditional, compositional, minimax):
+for _module in (average, adaptive, personal, conditional, compositional, minimax):
     for _thing in vars(_module).values():  # every method that a family's file defines, in its order
         if isinstance(_thing, type) and issubclass(_thing, Algorithm) and "name" in vars(_thing):
             METHODS.add(_thing.name, _thing)

@@ -24,6 +24,8 @@ class Case(NamedTuple):
     """Must lie in (0, 1]."""
     homogeneous: bool = False
     """Promises to go down only when all clients are alike."""
+    personal: bool = False
+    """Its answer is one model per client; the shared point alone is none."""
 
 
 SERVER = {"eta": 0.05, "eta_g": 0.05, "tau": 0.01}
@@ -34,6 +36,9 @@ CASES: dict[str, Case] = {
     "fedprox": Case({"eta": 0.05, "mu": 0.1}),
     "fednova": Case({"eta": 0.05}),
     "scaffold": Case({"eta": 0.05}, steps=("eta", "eta_g")),
+    "feddyn": Case({"eta": 0.05, "alpha": 0.5}, steps=("eta", "alpha")),
+    "ditto": Case({"eta": 0.05, "mu": 0.3}),
+    "fedrep": Case({"eta": 0.05, "head": "head", "q_h": 1}, "parted", ("eta", "q_h"), personal=True),
     "stem": Case({"eta": 0.05, "a": 0.3}, weights=("a",)),
     "naive-adaptive": Case({"eta": 0.02, "beta": 0.9}, weights=("beta",), homogeneous=True),
     "fafed": Case({"eta": 0.05, "alpha": 0.3, "rho": 1.0}, steps=("eta", "rho"), weights=("alpha", "beta")),

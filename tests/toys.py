@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from nestfed_papers.toys import ToyClients
-from torch import Tensor
+from torch import Tensor, nn
 
 from nestfed.core import Batch, Data, SolvableSaddle, as_batch
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
@@ -68,6 +68,24 @@ def plain(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
         return np.mean([slope(a[i] @ x - y[i]) * a[i] for i in range(B)], axis=0)
 
     return Setting(problem, clients, start(dtype).double().numpy(), {"grad": grad})
+
+
+class Parted(nn.Module):
+    """The same model in two parameters: a body of two numbers and a head of one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.head = (nn.Parameter(part) for part in start(dtype).split((2, 1)))
+
+    def forward(self) -> Tensor:
+        return torch.cat([self.body, self.head])
+
+
+def parted(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """The plain problem with named parameters."""
+    same = plain(N, dtype)
+    problem = Minimize(lambda model, batch: same.problem.f(model(), batch), Parted(dtype))
+    return same._replace(problem=problem)
 
 
 def conditional(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
@@ -219,7 +237,7 @@ def minimax(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     return Setting(problem, clients, start(dtype).double().numpy(), maps)
 
 
-SETTINGS = {f.__name__: f for f in (plain, conditional, compositional, tasked, minimax)}
+SETTINGS = {f.__name__: f for f in (plain, parted, conditional, compositional, tasked, minimax)}
 
 
 Rounds = list[tuple[int, dict[str, Tensor]]]

@@ -1,4 +1,4 @@
-"""Plain averaging and its corrections: FedAvg, FedProx, FedNova, SCAFFOLD."""
+"""Plain averaging and its corrections: FedAvg, FedProx, FedNova, SCAFFOLD, FedDyn."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from nestfed.algorithms.references import KARIMIREDDY_2020, LI_2020, MCMAHAN_2017, WANG_2020
-from nestfed.algorithms.server import ControlVariates, Normalized
+from nestfed.algorithms.references import ACAR_2021, KARIMIREDDY_2020, LI_2020, MCMAHAN_2017, WANG_2020
+from nestfed.algorithms.server import ControlVariates, Dynamic, Normalized
 from nestfed.core import Algorithm, Batch, Differentiable, Schedule, Server, at, at_least, positive
 
 
@@ -188,3 +188,54 @@ class Scaffold(Algorithm[Differentiable, Controlled]):
         """Update c_n and upload its change."""
         own = s.own - s.c + (s.start - s.x) / s.length
         return s._replace(own=own, c=s.c + own - s.own)
+
+
+class Leaning(NamedTuple):
+    """The model, the client's own linear term, and the model at the start of the round."""
+
+    x: Tensor
+    own: Tensor
+    start: Tensor
+
+
+@dataclass(frozen=True)
+class FedDyn(Algorithm[Differentiable, Leaning]):
+    """FedDyn (Acar et al. 2021): every client's loss gets a linear and a quadratic term that adapt to the others.
+
+    y ← y − η(∇f(y) − λ_n + α(y − x)); after a round λ_n ← λ_n − α(y − x), h ← h − (α/N)·Σ_{n∈S}(y_n − x) and
+    x ← mean(y) − h/α. If x settles, it is the minimiser of the clients' mean, for every q.
+    """
+
+    eta: Schedule
+    alpha: float = 0.1
+
+    name = "feddyn"
+    accepts = Differentiable
+    shared = ("x",)
+    private = ("own",)
+    cites = (ACAR_2021,)
+
+    def __post_init__(self) -> None:
+        positive(self, "eta", "alpha")
+
+    @property
+    def server(self) -> Server:
+        """Correct the mean by h/α."""
+        return Dynamic(self.alpha)
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Leaning:
+        """Start at x0 with λ_n = 0."""
+        return Leaning(x0, 0 * x0, x0)
+
+    def receive(self, s: Leaning, t: int) -> Leaning:
+        """Store the starting point of the round."""
+        return s._replace(start=s.x)
+
+    def step(self, problem: Differentiable, s: Leaning, batch: Batch, t: int) -> Leaning:
+        """y ← y − η(∇f(y; B_t) − λ_n + α(y − x))."""
+        direction = problem.grad(s.x, batch) - s.own + self.alpha * (s.x - s.start)
+        return s._replace(x=problem.project(s.x - at(self.eta, t) * direction))
+
+    def send(self, s: Leaning, t: int) -> Leaning:
+        """λ_n ← λ_n − α(y − x)."""
+        return s._replace(own=s.own - self.alpha * (s.x - s.start))

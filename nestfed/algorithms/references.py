@@ -190,6 +190,41 @@ WANG_2020 = """@inproceedings{wang2020tackling,
   year      = {2020}
 }"""
 
+ACAR_2021 = """@inproceedings{acar2021federated,
+  title     = {Federated Learning Based on Dynamic Regularization},
+  author    = {Acar, Durmus Alp Emre and Zhao, Yue and Navarro, Ramon Matas and Mattina, Matthew and
+               Whatmough, Paul N. and Saligrama, Venkatesh},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2021}
+}"""
+
+LI_2021 = """@inproceedings{li2021ditto,
+  title     = {Ditto: Fair and Robust Federated Learning Through Personalization},
+  author    = {Li, Tian and Hu, Shengyuan and Beirami, Ahmad and Smith, Virginia},
+  booktitle = {International Conference on Machine Learning},
+  pages     = {6357--6368},
+  publisher = {PMLR},
+  year      = {2021}
+}"""
+
+COLLINS_2021 = """@inproceedings{collins2021exploiting,
+  title     = {Exploiting Shared Representations for Personalized Federated Learning},
+  author    = {Collins, Liam and Hassani, Hamed and Mokhtari, Aryan and Shakkottai, Sanjay},
+  booktitle = {International Conference on Machine Learning},
+  pages     = {2089--2099},
+  publisher = {PMLR},
+  year      = {2021}
+}"""
+
+WANG_2022_SOX = """@inproceedings{wang2022finite,
+  title     = {Finite-Sum Coupled Compositional Stochastic Optimization: Theory and Applications},
+  author    = {Wang, Bokun and Yang, Tianbao},
+  booktitle = {International Conference on Machine Learning},
+  pages     = {23292--23317},
+  publisher = {PMLR},
+  year      = {2022}
+}"""
+
 
 def bibtex(name: str) -> str:
     """Return the BibTeX entries of a method or an objective, by its name or alias."""

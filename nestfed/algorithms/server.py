@@ -1,4 +1,4 @@
-"""Server updates: steps on the pseudo-gradient that compose with any method, normalized steps, control variates."""
+"""Server updates: steps on the pseudo-gradient that compose with any method, normalized, control-variate and dynamic steps."""
 
 from __future__ import annotations
 
@@ -183,3 +183,19 @@ class Normalized(Server):
     def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
         """x ← x − mean(length)·mean(d)."""
         return state, {**mean, "x": old["x"] + mean["length"] * (mean["x"] - old["x"])}
+
+
+@dataclass(frozen=True)
+class Dynamic(Server):
+    """FedDyn's server: correct the mean by the sum h of all clients' moves, absent clients included as 0."""
+
+    alpha: float
+
+    def init(self, shared: Fields) -> Fields:
+        """h = 0."""
+        return {"h": torch.zeros_like(shared["x"])}
+
+    def update(self, state: Fields, old: Fields, mean: Fields, fraction: float) -> tuple[Fields, Fields]:
+        """h ← h − α(|S|/N)·mean(y − x); x ← mean(y) − h/α."""
+        h = state["h"] - self.alpha * fraction * (mean["x"] - old["x"])
+        return {"h": h}, {"x": mean["x"] - h / self.alpha}

@@ -687,6 +687,64 @@ def scaffold(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, eta_g
     return {"x": np.array(X), "c_n": np.array(C_n), "c": np.array(C)}
 
 
+def feddyn(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, alpha: float) -> dict[str, Array]:
+    """FedDyn (Acar et al. 2021), its inner problem solved by q gradient steps; all clients take part."""
+    x, y = np.array(x0, dtype=float), everywhere(x0, N)
+    lam, h = np.zeros_like(y), np.zeros_like(x)
+    X, L = [y.copy()], [lam.copy()]
+    for t in range(T):
+        for n in range(N):
+            y[n] = y[n] - at(eta, t) * (grad(n, t, y[n]) - lam[n] + alpha * (y[n] - x))
+        if (t + 1) % q == 0:
+            for n in range(N):
+                lam[n] = lam[n] - alpha * (y[n] - x)
+            h = h - alpha / N * sum(y[n] - x for n in range(N))
+            x = averaged(y)[0] - h / alpha
+            y = everywhere(x, N)
+        X.append(y.copy())
+        L.append(lam.copy())
+    return {"x": np.array(X), "lambda": np.array(L)}
+
+
+def ditto(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, mu: float) -> dict[str, Array]:
+    """Ditto (Li et al. 2021): w is FedAvg's model, v_n a client's own, pulled towards the round's broadcast."""
+    w, v = everywhere(x0, N), everywhere(x0, N)
+    broadcast = np.array(x0, dtype=float)
+    W, V = [w.copy()], [v.copy()]
+    for t in range(T):
+        for n in range(N):
+            v[n] = v[n] - at(eta, t) * (grad(n, t, v[n]) + mu * (v[n] - broadcast))
+            w[n] = w[n] - at(eta, t) * grad(n, t, w[n])
+        if (t + 1) % q == 0:
+            w = averaged(w)
+            broadcast = w[0].copy()
+        W.append(w.copy())
+        V.append(v.copy())
+    return {"x": np.array(W), "v": np.array(V)}
+
+
+def fedrep(grad: Grad, x0: Array, N: int, q: int, T: int, eta: Schedule, q_h: int, d_b: int) -> dict[str, Array]:
+    """FedRep (Collins et al. 2021): the first d_b coordinates are the body, the others the head."""
+    body, head = everywhere(x0[:d_b], N), everywhere(x0[d_b:], N)
+
+    def shared() -> Array:
+        return np.concatenate([body, everywhere(x0[d_b:], N)], axis=1)
+
+    X, H = [shared()], [head.copy()]
+    for t in range(T):
+        for n in range(N):
+            gradient = grad(n, t, np.concatenate([body[n], head[n]]))
+            if t % q < q_h:
+                head[n] = head[n] - at(eta, t) * gradient[d_b:]
+            else:
+                body[n] = body[n] - at(eta, t) * gradient[:d_b]
+        if (t + 1) % q == 0:
+            body = averaged(body)
+        X.append(shared())
+        H.append(head.copy())
+    return {"x": np.array(X), "head": np.array(H)}
+
+
 def _fedopt(
     grad: Grad,
     x0: Array,

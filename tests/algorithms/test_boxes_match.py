@@ -105,6 +105,36 @@ MATCHES: dict[str, list[Match]] = {
         ),
         Match(a.Scaffold(0.1, 0.6), "plain", several(boxes.scaffold, 0.1, 0.6), private={"own": "c_n"}, label="eta_g"),
     ],
+    "feddyn": [
+        Match(a.FedDyn(0.1, 0.7), "plain", several(boxes.feddyn, 0.1, 0.7), private={"own": "lambda"}),
+        Match(
+            a.FedDyn(falling(0.2), 0.7),
+            "plain",
+            several(boxes.feddyn, falling(0.2), 0.7),
+            private={"own": "lambda"},
+            label="schedule",
+        ),
+    ],
+    "ditto": [
+        Match(a.Ditto(0.1, 0.7), "plain", several(boxes.ditto, 0.1, 0.7), private={"v": "v"}),
+        Match(
+            a.Ditto(falling(0.2), 0.7),
+            "plain",
+            several(boxes.ditto, falling(0.2), 0.7),
+            private={"v": "v"},
+            label="schedule",
+        ),
+    ],
+    "fedrep": [
+        Match(a.FedRep(0.1, "head"), "parted", several(boxes.fedrep, 0.1, 1, 2), private={"head": "head"}),
+        Match(
+            a.FedRep(falling(0.2), "head", q_h=2),
+            "parted",
+            several(boxes.fedrep, falling(0.2), 2, 2),
+            private={"head": "head"},
+            label="schedule",
+        ),
+    ],
     "stem": [
         Match(a.STEM(0.1, 0.4), "plain", several(boxes.stem, 0.1, 0.4), {"d": 1}),
         Match(

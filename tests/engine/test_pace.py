@@ -44,7 +44,9 @@ def test_fednova_is_its_box(eta: Any) -> None:
         np.testing.assert_allclose(shared["x"].numpy(), box[t, 0], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["fednova", "scaffold", "acc-fcsg-m", "codasca", "local-scgdm-tasks"])
+@pytest.mark.parametrize(
+    "name", ["fednova", "scaffold", "feddyn", "fedrep", "acc-fcsg-m", "codasca", "local-scgdm-tasks"]
+)
 def test_every_engine_takes_the_same_steps(name: str) -> None:
     setting = CASES[name].setting
     algorithm = method(name, **({"T0": 2 * Q} if name == "codasca" else {}))

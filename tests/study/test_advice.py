@@ -52,6 +52,7 @@ def test_an_unknown_objective_is_refused() -> None:
 def test_every_method_can_be_configured_by_one_step_size() -> None:
     for name in METHODS:
         more = {"eta_g": 0.1} if name in ("fedadam", "fedyogi", "fedadagrad", "fedams") else {}
+        more |= {"head": "head"} if name == "fedrep" else {}
         made = build(name, **METHODS[name].usual(0.025, rounds=10, q=5), **more)
         assert 0.025 in vars(made).values()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ class Flocking(Algorithm[Differentiable, Flock]):
     name = "flocking"
     accepts = Differentiable
     shared = ("x",)
-    gathered = {"norms": "everybody"}
+    gathered: ClassVar = {"norms": "everybody"}
 
     def init(self, problem: Differentiable, x0: Tensor) -> Flock:
         empty = x0.new_zeros(0, 2)

@@ -660,14 +660,25 @@ S = TypeVar("S", bound=NamedTuple)
 class Algorithm(ABC, Generic[P, S]):
     """One client's program on flat vectors. A frozen dataclass of hyper-parameters; its methods are pure.
 
-    Its state has three kinds of fields. `shared` fields cross the network. `private` fields stay on their client
-    between rounds. All others are scratch: `receive` refills them at the start of every round.
+    Its state has four kinds of fields. `shared` fields cross the network and are averaged. `gathered` fields cross it
+    too, but are kept apart by client and handed to everybody. `private` fields stay on their client between rounds. All
+    others are scratch: `receive` refills them at the start of every round.
     """
 
     name: ClassVar[str]
     accepts: ClassVar[type[Problem]]
     shared: ClassVar[tuple[str, ...]]
     private: ClassVar[tuple[str, ...]] = ()
+    gathered: ClassVar[Mapping[str, str]] = {}
+    """Contributed fields, each with the field that receives the table of all clients' contributions.
+
+    A contribution is what `send` leaves in its field; its shape is free and may change from round to round, but all
+    clients of a round contribute the same shape. At the next `receive` the table has the shape (N, *shape), and the
+    state's field `fresh`, shape (N,), is 1 for the clients whose row is from the last round and 0 for all others. A client
+    that did not answer keeps its old row, or has zeros if the shape has changed; a round without any answer changes
+    nothing. Before the first round the table is 0 and has the shape of the contribution in `init`. Rows are in the order
+    of the clients. They are never averaged, clipped or rounded.
+    """
     single: ClassVar[bool] = False
     """Defined for one client only."""
     point: ClassVar[str] = "x"
@@ -734,6 +745,11 @@ class Algorithm(ABC, Generic[P, S]):
     def ends_round(self, t: int, q: int) -> bool:
         """Return whether the clients synchronise after iteration t."""
         return (t + 1) % q == 0
+
+    @classmethod
+    def tables(cls) -> tuple[str, ...]:
+        """Return the fields that the server fills from contributions: the tables, and `fresh`."""
+        return (*cls.gathered.values(), "fresh") if cls.gathered else ()
 
     def feasible(self, problem: P, shared: Fields) -> Fields:
         """Project both players onto their feasible sets, which a server step or noise may have left."""

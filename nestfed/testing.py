@@ -16,9 +16,10 @@ clients are tested with the same functions.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from nestfed.core import (
 from nestfed.data.random import Purpose, Streams
 from nestfed.engine.options import Exchange, Execution
 from nestfed.engine.program import Span, batch_keys, span_from
+from nestfed.engine.round import RunState
 from nestfed.engine.simulate import Result, simulate
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 
@@ -456,12 +458,15 @@ def check_declaration(trial: Trial) -> None:
     _require(isinstance(trial.problem, method.accepts), f"{name} does not accept a {type(trial.problem).__name__}.")
     state = method.init(trial.problem, trial.problem.x0)
     fields: tuple[str, ...] = state._fields
-    for sort, names in (("shared", method.shared), ("private", method.private)):
+    sorts: dict[str, Sequence[str]] = {"shared": method.shared, "private": method.private}
+    sorts |= {"gathered": (*method.gathered, *method.tables())} if method.gathered else {}
+    for sort, names in sorts.items():
         unknown = [k for k in names if k not in fields]
         _require(not unknown, f"{name}.{sort} names {unknown}, but the state has {', '.join(fields)}.")
         _require(len(set(names)) == len(names), f"{name}.{sort} names a field twice.")
-    both = sorted({*method.shared} & {*method.private})
-    _require(not both, f"{name}: {both} cannot be both shared and private.")
+    for one, other in itertools.combinations(sorts, 2):
+        both = sorted({*sorts[one]} & {*sorts[other]})
+        _require(not both, f"{name}: {both} cannot be both {one} and {other}.")
     _require(method.point in method.shared, f"{name}.point is {method.point!r}, which is not a shared field.")
     wrong = [k for k in method.points if k not in method.shared]
     _require(not wrong, f"{name}.points names {wrong}, which are not shared fields.")
@@ -475,9 +480,10 @@ def check_purity(trial: Trial) -> None:
     with _no_global_randomness(name), torch.no_grad():
         for eager in (True, False):
             state = _pure(f"{name}.init", lambda x: method.init(problem, x), problem.x0.clone())
-            t = 0
+            tables, t = RunState.start(method, state, len(trial.clients)).tables, 0
             for _ in range(2):
                 span = trial.span(t)
+                state = state._replace(**tables)
                 for hook in ("rejoin", "receive"):
                     state = _pure(f"{name}.{hook}", lambda s, t, hook=hook: getattr(method, hook)(s, t), state, t)
                 for i in range(*span):
@@ -488,7 +494,8 @@ def check_purity(trial: Trial) -> None:
 
                     state = _pure(f"{name}.step", step, state, batch.data, i)
                 state, t = _pure(f"{name}.send", method.send, state, span.stop), span.stop
-                _keep_dtype(trial, {k: getattr(state, k) for k in (*method.shared, *method.private)})
+                _keep_dtype(trial, {k: getattr(state, k) for k in (*method.shared, *method.private, *method.gathered)})
+                tables = _gathered(trial, tables, dict.fromkeys(range(len(trial.clients)), state))
             old = {k: getattr(state, k) for k in method.shared}
             mean = {k: v + 0.1 for k, v in old.items()}
             own = dict(method.server.init(old))
@@ -496,6 +503,19 @@ def check_purity(trial: Trial) -> None:
             own, new = _pure(server, lambda own, old: method.server.update(own, old, mean, 0.5), own, old)  # noqa: B023
             _require(set(new) == set(method.shared), f"{server} must return all shared fields and no others.")
             _pure(f"{name}.feasible", lambda shared: method.feasible(problem, shared), new)
+
+
+def _gathered(trial: Trial, tables: Fields, states: Mapping[int, Any]) -> dict[str, Tensor]:
+    """Return the tables after a round in which these clients contributed, as `Algorithm.gathered` says."""
+    found = dict(tables)
+    if not states or not tables:
+        return found
+    for name, table in trial.method.gathered.items():
+        shape = getattr(next(iter(states.values())), name).shape
+        old = found[table] if found[table].shape[1:] == shape else found[table].new_zeros((len(trial.clients), *shape))
+        found[table] = torch.stack([getattr(states[n], name) if n in states else old[n] for n in range(len(old))])
+    found["fresh"] = tables["fresh"].new_tensor([n in states for n in range(len(trial.clients))])
+    return found
 
 
 def _client_round(trial: Trial, state: Any, n: int, t: int) -> Any:
@@ -514,15 +534,15 @@ def check_scratch(trial: Trial) -> None:
     after = trial.run(2)
     t = after.history[-1]["iteration"]
     template = method.init(trial.problem, trial.problem.x0)
-    kept = {**after.shared, **{k: v[0] for k, v in after.private.items()}}
+    kept = {**after.shared, **after.gathered, **{k: v[0] for k, v in after.private.items()}}
     scratch = sorted({*template._fields} - {*kept})
     spoilt = template._replace(**{k: torch.full_like(getattr(template, k), math.nan) for k in scratch})
     one, other = (_client_round(trial, start._replace(**kept), 0, t) for start in (template, spoilt))
-    for k in kept:
+    for k in (*method.shared, *method.private, *method.gathered):
         same = _equal(getattr(one, k), getattr(other, k))
         sentence = (
-            f"{trial.name}: {k} depends on {' or '.join(scratch)} from before the round, but only shared and private "
-            "fields are kept: fill the others in receive."
+            f"{trial.name}: {k} depends on {' or '.join(scratch)} from before the round, but only shared, private and "
+            "gathered fields are kept: fill the others in receive."
         )
         _require(same, sentence)
     _finite({k: getattr(other, k) for k in method.shared}, f"{trial.name}: the upload")
@@ -532,7 +552,7 @@ def check_dtype(trial: Trial) -> None:
     """All shared and private fields keep the dtype of x0, vectorised and in a loop."""
     for mode in {trial.mode, "loop"}:
         result = trial.run(2, mode=mode)
-        _keep_dtype(trial, {"x": result.x, **result.shared, **result.private})
+        _keep_dtype(trial, {"x": result.x, **result.shared, **result.private, **result.gathered})
 
 
 def _keep_dtype(trial: Trial, fields: Fields) -> None:
@@ -547,6 +567,7 @@ _COUNTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_
 def _same_run(one: Result, other: Result, what: str) -> None:
     _close(one.shared, other.shared, f"{what}: shared fields")
     _close(one.private, other.private, f"{what}: private fields")
+    _close(one.gathered, other.gathered, f"{what}: gathered fields")
     _require(len(one.history) == len(other.history), f"{what}: the records differ in length.")
     for a, b in zip(one.history, other.history):
         for column in _COUNTS:
@@ -587,6 +608,7 @@ def check_resume(trial: Trial) -> None:
     what = f"{trial.name}: a resumed run differs from an uninterrupted one"
     _require(_equal(again.shared, whole.shared), f"{what} in its shared fields.")
     _require(_equal(again.private, whole.private), f"{what} in its private fields.")
+    _require(_equal(again.gathered, whole.gathered), f"{what} in its gathered fields.")
     for column in (*_COUNTS, "loss"):
         columns = [[r[column] for r in result.history] for result in (again, whole)]
         _require(columns[0] == columns[1], f"{what} in its record of {column}.")
@@ -614,33 +636,46 @@ def check_participation(trial: Trial) -> None:
         _require(
             {*result.shared} == {*trial.method.shared}, f"{name}: the uploaded fields differ from the declared ones."
         )
-        shared, private, answered = _explicit_rounds(trial, exchange)
+        shared, private, tables, answered = _explicit_rounds(trial, exchange)
         _close(dict(result.shared), shared, f"{name}: the engine's rounds and explicit rounds")
         _close(dict(result.private), private, f"{name}: private fields of the engine and of explicit rounds")
-        once = sum(v.numel() * v.element_size() for v in result.shared.values()) if trial.method.talks else 0
-        up = 0
-        for record, came in zip(result.history, answered, strict=True):
-            up += came
+        _close(dict(result.gathered), tables[-1], f"{name}: gathered fields of the engine and of explicit rounds")
+        once = _bytes(result.shared) if trial.method.talks else 0
+        up = down = 0
+        for i, (record, came) in enumerate(zip(result.history, answered, strict=True)):
+            row = {k: v[0] for k, v in tables[i + 1].items() if k != "fresh"}
+            up += came * (once + _bytes(row))
+            down += trial.some * (once + _bytes(tables[i]))
             sent = (record["participants"], record["bytes_up"], record["bytes_down"])
             _require(
-                sent == (came, up * once, trial.some * record["round"] * once),
+                sent == (came, up, down),
                 f"{name}: the record of round {record['round']} counts the wrong participants or bytes.",
             )
 
 
-def _explicit_rounds(trial: Trial, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """Train with explicit loops: clients rejoin, receive, step and send; the server gets the mean and |S|/N."""
+def _bytes(fields: Fields) -> int:
+    return sum(v.numel() * v.element_size() for v in fields.values())
+
+
+def _explicit_rounds(
+    trial: Trial, exchange: Exchange
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]], list[int]]:
+    """Train with explicit loops: clients rejoin, receive, step and send; the server gets the mean and |S|/N.
+
+    Returns shared and private fields, the tables before every round and at the end, and the numbers of answers.
+    """
     method, total = trial.method, len(trial.clients)
     template = method.init(trial.problem, trial.problem.x0)
     shared: Fields = {k: getattr(template, k) for k in method.shared}
     states, server = [template] * total, method.server.init(shared)
     last, t, answered = dict.fromkeys(range(total), -1), 0, []
+    tables = [RunState.start(method, template, total).tables]
     for r in range(trial.rounds):
         luck = Streams(trial.seed).at(Purpose.FAILURE, 0, r).random(total)
         asked = exchange.draw(Streams(trial.seed), total, r)
         answering = [n for n in asked if luck[n] >= exchange.failures]
         for n in answering:
-            state = states[n]._replace(**shared)
+            state = states[n]._replace(**shared, **tables[-1])
             if r > 0 and last[n] != r - 1:
                 state = method.rejoin(state, t)
             states[n], last[n] = _client_round(trial, state, n, t), r
@@ -648,11 +683,12 @@ def _explicit_rounds(trial: Trial, exchange: Exchange) -> tuple[dict[str, Tensor
             mean = {k: torch.stack([getattr(states[n], k) for n in answering]).mean(0) for k in shared}
             server, shared = method.server.update(server, shared, mean, len(answering) / total)
             shared = method.feasible(trial.problem, shared)
+        tables.append(_gathered(trial, tables[-1], {n: states[n] for n in answering}))
         if answering or t:
             t = trial.span(t).stop
         answered.append(len(answering))
     private = {k: torch.stack([getattr(s, k) for s in states]) for k in method.private}
-    return dict(shared), private, answered
+    return dict(shared), private, tables, answered
 
 
 def check_private(trial: Trial) -> None:

@@ -132,6 +132,7 @@ def _sent(method: type[Algorithm[Any, Any]]) -> str:
     rest = [f for f in method.shared if f in method.sizes]
     sizes = {k: v if v == "one number" else f"size of the {v}" for k, v in method.sizes.items()}
     extra = f" + {', '.join(rest)} ({sizes[rest[0]]})" if rest else ""
+    extra += f" + {', '.join(method.gathered)} (gathered)" if method.gathered else ""
     return f"{len(whole)} × model: {', '.join(whole)}{extra}"
 
 

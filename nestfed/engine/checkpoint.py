@@ -21,7 +21,7 @@ from nestfed.files import written
 
 FORMAT = "2"
 _NAME = re.compile(r"round-(\d+)-([0-9a-f]{16})\.safetensors")
-_OF_STATE = ("shared", "server", "kept")
+_OF_STATE = ("shared", "server", "kept", "tables")
 _TENSORS = (*_OF_STATE, "private")
 _NUMBERS = tuple(f.name for f in fields(RunState) if f.name not in (*_OF_STATE, "seen"))
 _CODES = {
@@ -134,6 +134,7 @@ def _saved(tensors: dict[str, Tensor], numbers: Any, like: Saved | None) -> Save
     if like is not None:
         _check_fields("shared", found.state.shared, like.state.shared)
         _check_fields("server", found.state.server, like.state.server)
+        _check_tables(found.state, like.state.tables)
         # The file may have private fields of more clients than this process.
         own = {k: v.new_empty((len(seen), *v.shape[1:]), device="meta") for k, v in like.private.items()}
         _check_fields("private", private, own)
@@ -154,6 +155,15 @@ def _check_fields(group: str, found: Fields, right: Fields) -> None:
 
     if form(found) != form(right):
         raise ValueError(f"its {group} fields differ from this run's")
+
+
+def _check_tables(state: RunState, right: Fields) -> None:
+    """Check tables of contributions, one row per client; the shape of a row is free."""
+    good = state.tables.keys() == right.keys() and all(
+        v.dim() >= 1 and len(v) == len(state.seen) and v.dtype == right[k].dtype for k, v in state.tables.items()
+    )
+    if not good:
+        raise ValueError("its tables of contributions differ from this run's")
 
 
 def _digest(path: Path) -> str:

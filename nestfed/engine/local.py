@@ -75,7 +75,7 @@ class Local:
             self.weight = lambda n: float(self.clients.examples(n))
         if self.template is None:
             self.template = self.method.init(self.problem, self.problem.x0)
-        brought = (*self.method.shared, *self.method.private)
+        brought = (*self.method.shared, *self.method.private, *self.method.tables())
         self.template = self.template._replace(**{k: getattr(self.template, k).new_empty(0) for k in brought})
         # Measured: channels-last convolutions are up to twice as fast on a CPU, but not under vmap.
         self.planar = not self.vectorised and self.problem.planar and self.device.type == "cpu"
@@ -168,6 +168,8 @@ class Local:
                 fields, private, kept = ({k: v[good] for k, v in some.items()} for some in (fields, private, kept))
                 numbers = numbers[:, good]
             ns = [ns[i] for i in good]
+            gathered = {k: fields[k] for k in self.method.gathered}
+            fields = {k: v for k, v in fields.items() if k not in gathered}
             fields, lost = self._encoded(fields, received, kept, ns, order.round)
             self.store.write(order, ns, {**private, **lost})
         places = [order.at + start + i for i in good]
@@ -176,7 +178,7 @@ class Local:
         examples, evaluations = (
             sum(cost[k] * sum(taken > j for taken in steps) for j, cost in enumerate(program.costs)) for k in (0, 1)
         )
-        return Upload(ns, places, fields, loss, numbers[1], examples, evaluations)
+        return Upload(ns, places, fields, loss, numbers[1], examples, evaluations, gathered)
 
     def _inputs(self, order: Order, received: Fields, kept: Fields, start: int, stop: int) -> Inputs:
         ns, span = order.asked[start:stop], order.span
@@ -187,7 +189,9 @@ class Local:
         who = Who(batch_keys(self.streams, ns, taken, self.device), *numbers)
         late = order.stale()[start:stop] if self.method.private else []
         stale = torch.tensor(late, device=self.device) if any(late) else None
-        return Inputs(received, {k: kept[k] for k in self.method.private}, stale, who, batches, steps)
+        return Inputs(
+            {**received, **order.tables}, {k: kept[k] for k in self.method.private}, stale, who, batches, steps
+        )
 
     def _pace(self, n: int, span: Span) -> int:
         """Return the number of local steps of client n in a round."""

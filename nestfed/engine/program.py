@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestfed.core import Algorithm, Batch, Data, Fields, Problem, Tape
+from nestfed.core import Algorithm, Batch, Data, Fields, NestfedError, Problem, Tape
 from nestfed.data.random import Purpose, Streams
 from nestfed.problems.base import leading
 
@@ -118,6 +118,7 @@ class Program:
         if not tape.evaluations:  # the problem does not count evaluations
             tape.note(leading(data))
         if active is not None:
+            _same_shapes(self.method, s, new)
             new = type(s)(*(torch.where(active, after, before) for after, before in zip(new, s)))
             tape.loss = None if tape.loss is None else tape.loss * active
         return new, tape
@@ -134,10 +135,19 @@ class Program:
         s = self.method.send(s, self.span.stop)
         report = Report(loss, ((getattr(s, self.method.point) - x_start) ** 2).sum())
         return (
-            {k: getattr(s, k) for k in self.method.shared} | dict(taps),
+            {k: getattr(s, k) for k in (*self.method.shared, *self.method.gathered)} | dict(taps),
             {k: getattr(s, k) for k in self.method.private},
             report,
         )
+
+
+def _same_shapes(method: AnyAlgorithm, before: Any, after: Any) -> None:
+    """Reject a field that grows from step to step where clients take different numbers of steps."""
+    for name, one, other in zip(before._fields, before, after):
+        if one.shape != other.shape:
+            raise NestfedError(
+                f"{method.name} collects one {name} for each local step, so all clients must take equally many steps."
+            )
 
 
 def batch_keys(streams: Streams, ns: Sequence[int], span: Span, device: torch.device) -> Tensor:

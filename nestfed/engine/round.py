@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -39,6 +39,8 @@ class Order:
     """Upload the point after this iteration too, if it is in the round."""
     at: int = 0
     """The row of the first client in a table of all uploads."""
+    tables: Fields = field(default_factory=dict)
+    """The tables of the clients' contributions, and who is fresh (`Algorithm.gathered`)."""
 
     @property
     def tapped(self) -> bool:
@@ -56,7 +58,7 @@ class Order:
     def only(self, places: Sequence[int], at: int = 0) -> Order:
         """Return the order for the clients at these places."""
         asked, seen = [self.asked[i] for i in places], [self.seen[i] for i in places]
-        return Order(self.round, self.span, asked, seen, self.tap, at)
+        return replace(self, asked=asked, seen=seen, at=at)
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Upload:
     """Each client's ‖x_n − x_start‖²."""
     examples: int
     evaluations: int = 0
+    gathered: Fields = field(default_factory=dict)
+    """Their contributions, one row each."""
 
 
 @dataclass
@@ -98,6 +102,8 @@ class Reply:
     """Metrics of the broadcast, if the clients evaluate it."""
     laps: dict[str, float] = field(default_factory=dict)
     """Seconds by activity."""
+    gathered: dict[int, Fields] = field(default_factory=dict)
+    """The contributions of each client that answered."""
 
     def merge(self, other: Reply) -> None:
         """Add the reply of other clients, except sums, rows and laps, which the caller combines."""
@@ -109,6 +115,7 @@ class Reply:
         self.moved += other.moved
         self.examples += other.examples
         self.evaluations += other.evaluations
+        self.gathered |= other.gathered
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
@@ -171,6 +178,8 @@ class Fold:
         reply.moved += float(_weighed(upload.moved, weights).sum())
         reply.examples += upload.examples
         reply.evaluations += upload.evaluations
+        if upload.gathered:
+            reply.gathered |= {n: {k: v[i] for k, v in upload.gathered.items()} for i, n in enumerate(upload.ns)}
 
 
 def _weighed(rows: Tensor, weights: Sequence[float] | None) -> Tensor:
@@ -197,6 +206,8 @@ class RunState:
     """For each client, the rounds completed when it last took part, or −1."""
     kept: dict[str, Tensor] = field(default_factory=dict)
     """Points to return: "uniform" and "best"."""
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    """The tables of the clients' contributions, and who is fresh."""
     round: int = 0
     t: int = 0
     examples: int = 0
@@ -209,7 +220,11 @@ class RunState:
     def start(cls, method: AnyAlgorithm, template: Any, clients: int) -> RunState:
         """Return the state before the first round."""
         shared = {k: getattr(template, k) for k in method.shared}
-        return cls(shared, method.server.init(shared), torch.full((clients,), -1))
+        state = cls(shared, method.server.init(shared), torch.full((clients,), -1))
+        for name, table in method.gathered.items():
+            own = getattr(template, name)
+            state.tables |= {table: own.new_zeros((clients, *own.shape)), "fresh": own.new_zeros(clients)}
+        return state
 
     def advance(self, stop: int, answered: Sequence[int]) -> None:
         """Count a round that ended before iteration `stop`.
@@ -260,6 +275,13 @@ class Rules:
     total_weight: Callable[[], float] | None = None
     """Returns the sum of all clients' weights; None = equal weights."""
 
+    def __post_init__(self) -> None:
+        if self.noise is not None and self.method.gathered:
+            raise NestfedError(
+                f"exchange.privacy adds noise to sums, but {self.method.name} hands {', '.join(self.method.gathered)} of "
+                "single clients to everybody, so ε would be a false promise: leave privacy out or choose another method."
+            )
+
 
 def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Record:
     """Turn a round's total into the next broadcast, advance the state, and return the round's record.
@@ -285,10 +307,11 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
                 f"The server of {method.name} returns the fields {', '.join(shared)}, but it shares {', '.join(method.shared)}."
             )
         shared = method.feasible(rules.problem, shared)
+        tables = _gather(method, state.tables, reply.gathered)
         for k, v in (*shared.items(), *server.items()):
             if not bool(torch.isfinite(v.sum())):
                 raise DivergedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")
-        state.server, state.shared = server, shared
+        state.server, state.shared, state.tables = server, shared, tables
         if tapped is not None:
             state.kept["uniform"] = tapped
         state.examples += reply.examples
@@ -297,8 +320,8 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
     elif order.tapped:
         state.kept["uniform"] = state.shared[method.point].clone()
     up, down = rules.exchange.encoding.sizes(state.shared) if method.talks else (0, 0)
-    state.bytes_down += reply.downloads * down
-    state.bytes_up += count * up
+    state.bytes_down += reply.downloads * (down + _bytes(order.tables))
+    state.bytes_up += count * up + sum(map(_bytes, reply.gathered.values()))
     state.advance(span.stop, reply.answered)
     return state.record(loss, drift, count)
 
@@ -315,6 +338,31 @@ def _reduced(rules: Rules, state: RunState, reply: Reply) -> dict[str, Tensor]:
     if rules.noise is None:
         return {k: base[k] + v.div_(reply.weight) for k, v in reply.sums.items()}
     return rules.noise.mean(reply.sums, base, state.round, rules.noise_seed)
+
+
+def _gather(method: AnyAlgorithm, tables: Fields, rows: Mapping[int, Fields]) -> dict[str, Tensor]:
+    """Return the tables with the rows of the clients that answered."""
+    found = dict(tables)
+    if not rows:
+        return found
+    ns = sorted(rows)
+    for name, table in method.gathered.items():
+        shapes = {tuple(rows[n][name].shape) for n in ns}
+        if len(shapes) > 1:
+            raise NestfedError(
+                f"Clients contribute {name} of the shapes {' and '.join(map(str, sorted(shapes)))}, but {method.name} needs "
+                "the same from all: equal batches and equal numbers of local steps."
+            )
+        (shape,), old = shapes, tables[table]
+        found[table] = old.clone() if old.shape[1:] == shape else old.new_zeros((len(old), *shape))
+        put(found[table], ns, torch.stack([rows[n][name] for n in ns]).to(old))
+    found["fresh"] = torch.zeros_like(tables["fresh"])
+    found["fresh"][ns] = 1
+    return found
+
+
+def _bytes(fields: Fields) -> int:
+    return sum(v.numel() * v.element_size() for v in fields.values())
 
 
 def _fraction(rules: Rules, reply: Reply) -> float:

@@ -105,6 +105,10 @@ class RunDirectory:
                 )
             new = torch.full((max(clients - len(found.state.seen), 0),), -1)
             found.state.seen = torch.cat([found.state.seen, new])[:clients]
+            found.state.tables = {
+                k: torch.cat([v, v.new_zeros((len(new), *v.shape[1:]))])[:clients]
+                for k, v in found.state.tables.items()
+            }
         return found
 
     def __enter__(self) -> Self:
@@ -246,7 +250,7 @@ class RunDirectory:
 
 def _on(state: RunState, device: torch.device) -> RunState:
     """Return a state with its fields on a device."""
-    for group in ("shared", "server", "kept"):
+    for group in ("shared", "server", "kept", "tables"):
         setattr(state, group, {k: v.to(device) for k, v in getattr(state, group).items()})
     return state
 

@@ -66,6 +66,8 @@ class Result:
     """Seconds by activity."""
     privacy: str = ""
     """With privacy: ε and its assumptions, in one sentence."""
+    gathered: Fields = field(default_factory=dict)
+    """The final tables of the clients' contributions, and who is fresh."""
 
     def __getitem__(self, column: str) -> float:
         """Return the last known value of a metric or cost."""
@@ -149,7 +151,7 @@ def simulate(
             x = federation.agree(state.outcome(method.point, evaluation.keep))
         return Result(
             x, problem.module(x), book.history, dict(state.shared), dict(federation.own()), _profile(book.laps),
-            statement,
+            statement, dict(state.tables),
         )  # fmt: skip
 
 
@@ -165,7 +167,8 @@ def _start(problem: Problem, x0: Tensor | None) -> Tensor:
 def _template(method: AnyAlgorithm, problem: Problem, start: Tensor) -> Any:
     """Return the state of a client that has not trained yet, with every field that the method declares."""
     template = method.init(problem, start)
-    if absent := [k for k in (*method.shared, *method.private) if k not in template._fields]:
+    declared = (*method.shared, *method.private, *method.gathered, *method.tables())
+    if absent := [k for k in declared if k not in template._fields]:
         raise NestfedError(
             f"{method.name} declares the field {absent[0]!r}, but its state has {', '.join(template._fields)}."
         )

@@ -1,7 +1,7 @@
 """Worker processes on this machine: each runs some of a round's clients with one thread.
 
-Workers are forked, so they need no copy of the data. Vectors pass through shared memory, never through a pipe; a round
-is one short message to each worker and one back. Workers end with their parent, even if it is killed.
+Workers are forked, so they need no copy of the data. Vectors pass through shared memory; a round is one short
+message to each worker and one back, with the gathered numbers in it. Workers end with their parent, even if it is killed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from multiprocessing import get_context
@@ -92,7 +94,7 @@ class Workers:
         waiting: dict[Connection, int] = {}
         for i, part in enumerate(parts):
             try:
-                self._pipes[i].send(part)
+                self._pipes[i].send(replace(part, tables=_arrays(part.tables)))
             except (BrokenPipeError, ConnectionResetError):
                 self._report_death(i, part)
             waiting[self._pipes[i]] = i
@@ -127,6 +129,7 @@ class Workers:
             if i:
                 for k in names:
                     total.sums[k].add_(self._sums[i][k])
+            answer.gathered = {n: _tensors(row) for n, row in answer.gathered.items()}
             total.merge(answer)
             for name, seconds in answer.laps.items():
                 # Workers run at the same time, so report the mean of their times.
@@ -187,14 +190,24 @@ def _serve(
             for v in sums.values():
                 v.zero_()
             reply = Reply(sums, rows)
-            local.work(order, shared, reply)
+            local.work(replace(order, tables=_tensors(order.tables)), shared, reply)
             reply.sums = reply.rows = {}  # they are in shared memory
+            reply.gathered = {n: _arrays(row) for n, row in reply.gathered.items()}
             pipe.send(("done", reply))
         except NestfedError as error:
             pipe.send(("error", error))
         except Exception as error:
             LOG.debug("Worker failed.", exc_info=True)
             pipe.send(("error", NestfedError(f"A worker process failed: {type(error).__name__}: {error}.")))
+
+
+def _arrays(fields: Fields) -> dict[str, Any]:
+    """Return small fields as numpy arrays, which a pipe copies; torch would put each into a shared memory of its own."""
+    return {k: v.numpy() for k, v in fields.items()}
+
+
+def _tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {k: torch.from_numpy(v) for k, v in arrays.items()}
 
 
 def _die_with(parent: int) -> None:

@@ -27,6 +27,7 @@ from nestfed.deploy.flower.messages import (
     read_plan,
     stamp_of,
     study_of,
+    tensors_of,
     write_plan,
 )
 from nestfed.engine.local import Local
@@ -186,8 +187,10 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
         k: v.to(problem.x0.dtype)
         for k, v in fields_of(exchange.encoding, message.content["shared"]).items()  # type: ignore[arg-type]
     }
+    sent = tensors_of(message.content["tables"]) if "tables" in message.content else {}  # type: ignore[arg-type]
+    tables = {k: v.to(problem.x0.dtype) for k, v in sent.items()}
     span = span_from(method, int(words["t"]), run.q)
-    order = Order(int(words["round"]), span, [n], [int(words["seen"])], int(words["tap"]))
+    order = Order(int(words["round"]), span, [n], [int(words["seen"])], int(words["tap"]), tables=tables)
     reply = RecordDict({"answer": stamp_of(study, token=token, client=n, round=order.round)})
     if words["evaluate"]:
         with torch.no_grad():
@@ -205,6 +208,8 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
         )  # fmt: skip
         upload = _upload(local, order, received)
         reply["fields"] = as_record({k: v[0] for k, v in upload.fields.items()})
+        if upload.gathered:
+            reply["gathered"] = as_record({k: v[0] for k, v in upload.gathered.items()})
         loss = {} if bool(upload.loss.isnan()) else {"loss": float(upload.loss)}  # a problem may record none
         reply["report"] = MetricRecord({"moved": float(upload.moved), "examples": upload.examples, **loss})
     return reply

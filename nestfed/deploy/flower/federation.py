@@ -16,10 +16,11 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from nestfed.core import DivergedError, Fields, NestfedError
 from nestfed.deploy.flower.gate import Gate, RejectedError, TroubleError
 from nestfed.deploy.flower.mailbox import HELLO
-from nestfed.deploy.flower.messages import arrays_of, broadcast_record, plan_record, stamp_of, tensors_of
+from nestfed.deploy.flower.messages import arrays_of, as_record, broadcast_record, plan_record, stamp_of, tensors_of
 from nestfed.deploy.flower.roster import POLL, Roster
 from nestfed.deploy.site import pool, tally_error
 from nestfed.engine.options import Exchange
+from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST_TALLY = 1_000_000
 """The largest accepted tally, in bytes."""
+MOST_GATHERED = 10_000_000
+"""The largest accepted contribution of a site to the gathered tables, in bytes."""
 
 Tally = Mapping[str, np.ndarray]
 
@@ -38,10 +41,13 @@ class InOrder:
         self.fold, self.queue = fold, deque(asked)
         self.waiting: dict[int, Upload] = {}
         self.done: set[int] = set()
+        self.first: Upload | None = None
+        """The first upload of the round."""
 
     def add(self, n: int, upload: Upload) -> None:
         """Add the upload of client n."""
         self.waiting[n] = upload
+        self.first = self.first or upload
         self.done.add(n)
         while self.queue and self.queue[0] in self.waiting:
             self.fold.add(self.waiting.pop(self.queue.popleft()))
@@ -76,9 +82,11 @@ class Flower:
     """Run rounds at sites. Private fields stay there; the order gives the version to start from."""
 
     def __init__(
-        self, roster: Roster, plan: Agreement, token: str, point: str, exchange: Exchange, *, sites_evaluate: bool
-    ) -> None:
-        self.roster, self.plan, self.token, self.point, self.exchange = roster, plan, token, point, exchange
+        self, roster: Roster, plan: Agreement, token: str, method: AnyAlgorithm, exchange: Exchange, *,
+        sites_evaluate: bool,
+    ) -> None:  # fmt: skip
+        self.roster, self.plan, self.token, self.exchange = roster, plan, token, exchange
+        self.point, self.gathered = method.point, method.gathered
         self.sites_evaluate = sites_evaluate
         self.weight: Callable[[int], float] | None = None
         if exchange.weights == "examples":
@@ -203,6 +211,8 @@ class Flower:
             "evaluate": now.evaluate and self.sites_evaluate,
         }  # fmt: skip
         content = RecordDict({"order": stamp_of(self.roster.study, **words), "shared": now.shared})
+        if train and order.tables:
+            content["tables"] = as_record(order.tables)
         if node not in self.planned:
             content["plan"], content["scaling"] = plan_record(self.plan)
         self.roster.ask(node, "train" if train else "evaluate", content, str(now.number))
@@ -248,7 +258,9 @@ class Flower:
             raise RejectedError(f"it answered for client {words.get('client')}.")
         if words.get("round") != now.order.round:
             raise RejectedError(f"it answered round {_plus_one(words.get('round'))} instead of {now.number}.")
-        extra = set(reply.content) - {"answer", "fields", "report", "tally"}
+        extra = (
+            set(reply.content) - {"answer", "fields", "report", "tally"} - ({"gathered"} if self.gathered else set())
+        )
         if extra or ("fields" in reply.content) != training:
             raise RejectedError("it sent other records than requested.")
         tally = _tally(reply) if now.evaluate else {}
@@ -273,7 +285,13 @@ class Flower:
             raise RejectedError("its report is invalid.")
         # Each array has a header of some hundred bytes; int8 sends two arrays per field.
         most = sum(v.numel() * v.element_size() + 10_000 for v in now.gate.shared.values()) * 2
-        return now.gate.checked(n, tensors_of(fields, most), loss, float(moved), examples)
+        upload = now.gate.checked(n, tensors_of(fields, most), loss, float(moved), examples)
+        if self.gathered:
+            rows = reply.content.get("gathered")
+            if not isinstance(rows, ArrayRecord):
+                raise RejectedError("its contribution is missing.")
+            upload.gathered = now.gate.contribution(tensors_of(rows, MOST_GATHERED), self.gathered, now.uploads.first)
+        return upload
 
     def _count_bytes(self, now: Round) -> None:
         """Log the size of the messages; the record counts only the fields in them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,25 @@ class Gate:
         place = self.order.asked.index(n)
         numbers = torch.tensor([[math.nan if loss is None else loss], [moved]], dtype=torch.float64)
         return Upload([n], [place], rows, numbers[0], numbers[1], examples)
+
+    def contribution(self, fields: Mapping[str, Tensor], names: Collection[str], first: Upload | None) -> Fields:
+        """Return a client's contribution to the tables as one row, or raise.
+
+        Only the sites know its shape, so it must be that of the round's first upload.
+        """
+        if set(fields) != set(names):
+            raise RejectedError(
+                f"it contributed {', '.join(sorted(fields)) or 'nothing'} instead of {', '.join(names)}."
+            )
+        for k, value in fields.items():
+            if value.dtype != self.shared[self.point].dtype:
+                raise RejectedError(f"its {k} is {value.dtype} instead of {self.shared[self.point].dtype}.")
+            if not bool(torch.isfinite(value).all()):
+                raise RejectedError(f"its {k} holds infinite or NaN values.")
+            if first is not None and value.shape != first.gathered[k].shape[1:]:
+                shape = tuple(first.gathered[k].shape[1:])
+                raise RejectedError(f"its {k} has shape {tuple(value.shape)}, but that of other sites is {shape}.")
+        return {k: v[None] for k, v in fields.items()}
 
     def _check_change(self, rows: Fields) -> None:
         values, base = self.fold.decoded(rows), self.fold.base

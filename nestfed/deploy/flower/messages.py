@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nestfed.experiment.build import Assembly
     from nestfed.experiment.spec import RunSpec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Increased when messages change."""
 
 TROUBLES = {

@@ -70,7 +70,7 @@ class Coordinator:
         sites_evaluate = not isinstance(study, Custom) and isinstance(study.problem, Labelled)
         problem, method, exchange = made.problem, made.algorithm, study.exchange
         _check(problem, method, study, setup.sites)
-        flower = Flower(self.roster, plan, token, method.point, exchange, sites_evaluate=sites_evaluate)
+        flower = Flower(self.roster, plan, token, method, exchange, sites_evaluate=sites_evaluate)
         noise = Noise.plan(exchange, setup.sites)
         if noise:
             # Every site knows the seed and so who takes part: sampling does not amplify privacy.

@@ -1,0 +1,221 @@
+"""Gathered fields: every client gets the table of all contributions, in every engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message
+from torch import Tensor
+
+from nestfed.core import Algorithm, Batch, Differentiable, NestfedError
+from nestfed.experiment.build import Assembly
+from nestfed.experiment.spec import RunSpec
+from nestfed.testing import ALGORITHM_CHECKS, Trial
+from tests import toys
+from tests.support import answering, close, grouped, on_two_ranks, simulate
+from tests.toys import SEED
+
+Q = 3
+
+
+class Flock(NamedTuple):
+    """The model, the own norms of the round so far, and everybody's of the last round."""
+
+    x: Tensor
+    norms: Tensor
+    everybody: Tensor
+    fresh: Tensor
+
+
+@dataclass(frozen=True)
+class Flocking(Algorithm[Differentiable, Flock]):
+    """FedAvg whose step is divided by 1 + the fresh clients' last norms, weighted by their place in the table."""
+
+    eta: float = 0.1
+
+    name = "flocking"
+    accepts = Differentiable
+    shared = ("x",)
+    gathered: ClassVar = {"norms": "everybody"}
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Flock:
+        empty = x0.new_zeros(0, 2)
+        return Flock(x0, empty, empty, empty)
+
+    def receive(self, s: Flock, t: int) -> Flock:
+        return s._replace(norms=s.norms[:0])
+
+    def ends_round(self, t: int, q: int) -> bool:
+        return t % q == 0  # the first round has one iteration
+
+    def step(self, problem: Differentiable, s: Flock, batch: Batch, t: int) -> Flock:
+        g = problem.grad(s.x, batch)
+        place = torch.arange(1, len(s.fresh) + 1).to(s.x)
+        known = (s.everybody.flatten(1).sum(1) * s.fresh * place).sum() if s.everybody.numel() else g.new_zeros(())
+        norm = torch.stack([g.norm(), s.x.norm()])[None]
+        return s._replace(x=s.x - self.eta / (1 + known) * g, norms=torch.cat([s.norms, norm]))
+
+
+def run(rounds: int = 5, N: int = 5, **options: Any) -> Any:
+    s = toys.plain(N)
+    options = {"seed": SEED, "q": Q, "progress": False, "mode": "vmap", "workers": 1, **options}
+    return simulate(s.problem, Flocking(), s.clients, rounds=rounds, **options)
+
+
+@pytest.mark.parametrize("check", ALGORITHM_CHECKS)
+def test_contract(check: str) -> None:
+    s = toys.plain(5)
+    ALGORITHM_CHECKS[check](Trial(Flocking(), s.problem, s.clients.seeded(SEED), Q, 5, SEED))
+
+
+def test_table_by_hand() -> None:
+    """Rows, fresh and bytes of every round against a loop in numbers, with absent and failing clients."""
+    s, N, rounds = toys.plain(5), 5, 6
+    options: dict[str, Any] = {"participation": 3, "failures": 0.3}
+    result = run(rounds, **options)
+    exchange = grouped(options)["exchange"]
+    x, t = s.problem.x0.clone(), 0
+    table, fresh = torch.zeros(N, 0, 2, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
+    up = down = 0
+    for r in range(rounds):
+        who = answering(exchange, SEED, N, r)
+        down += 3 * 8 * (len(x) + table.numel() + N)
+        span = range(t, t + 1 if t % Q == 0 else (t // Q + 1) * Q + 1)
+        rows, points = {}, []
+        scale = 1 + sum((n + 1) * float(table[n].sum()) for n in range(N) if fresh[n])
+        for n in who:
+            y, own = x.clone(), []
+            for i in span:
+                g = torch.from_numpy(s.maps["grad"](n, i, y.numpy()))
+                own.append(torch.stack([g.norm(), y.norm()]))
+                y = y - 0.1 / scale * g
+            rows[n] = torch.stack(own)
+            points.append(y)
+        if who:
+            x = torch.stack(points).mean(0)
+            if table.shape[1:] != rows[who[0]].shape:
+                table = torch.zeros(N, *rows[who[0]].shape, dtype=torch.float64)
+            else:
+                table = table.clone()
+            fresh = torch.zeros(N, dtype=torch.float64)
+            for n in who:
+                table[n], fresh[n] = rows[n], 1
+            up += len(who) * 8 * (len(x) + rows[who[0]].numel())
+        if who or t:
+            t = span.stop
+        assert result.history[r]["bytes_up"] == up
+        assert result.history[r]["bytes_down"] == down
+    torch.testing.assert_close(result.shared["x"], x, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(result.gathered["everybody"], table, rtol=1e-10, atol=1e-10)
+    assert result.gathered["fresh"].tolist() == fresh.tolist()
+    assert 0 < fresh.sum() < N
+
+
+def same(one: Any, other: Any) -> None:
+    close(one, other)
+    torch.testing.assert_close(dict(one.gathered), dict(other.gathered), rtol=1e-10, atol=1e-10)
+
+
+def test_engines_agree(tmp_path: Path) -> None:
+    some = {"participation": 4, "failures": 0.2}
+    loop = run(mode="loop", **some)
+    same(run(workers=2, **some), loop)
+    same(run(mode="loop", workers=3, **some), loop)
+    run(2, mode="loop", directory=tmp_path / "a", **some)
+    same(run(workers=2, directory=tmp_path / "a", **some), loop)
+    (tmp_path / "ranks").mkdir()
+    for one in on_two_ranks(lambda: dict(run(mode="loop", **some).gathered), tmp_path / "ranks"):
+        torch.testing.assert_close(one, dict(loop.gathered), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    same(run(compile=True), run(mode="loop"))
+
+
+def test_exempt_from_reductions_and_rounding() -> None:
+    """The first contribution is at x0, the same whatever the exchange does with the shared fields."""
+    plain = run(1)
+    for options in ({"reduce": "median"}, {"reduce": "trimmed:0.2"}, {"reduce": "clip:0.01"}, {"encode": "int8"}):
+        assert torch.equal(run(1, **options).gathered["everybody"], plain.gathered["everybody"])
+        assert not torch.equal(run(1, **options).x, plain.x)
+    assert torch.equal(run(1, encode="bfloat16").gathered["everybody"], plain.gathered["everybody"])
+
+
+def test_noise_is_rejected() -> None:
+    with pytest.raises(NestfedError, match=r"flocking hands norms of single clients to everybody.*false promise"):
+        run(clip=1.0, noise=1.0)
+
+
+def test_unequal_contributions_are_rejected() -> None:
+    s = toys.plain(4)
+
+    class Paced(toys.ToyClients):
+        def steps(self, n: int, t: int, q: int) -> int:
+            return min(q, 1 + n)
+
+    clients = Paced(s.clients.own, s.clients.shapes, s.clients.arrange)
+    for mode, sentence in (("loop", "of the shapes"), ("vmap", "equally many steps")):
+        with pytest.raises(NestfedError, match=sentence):
+            simulate(s.problem, Flocking(), clients, rounds=3, q=Q, mode=mode, workers=1, progress=False)
+
+
+# --- deployment ---
+
+
+def study(N: int = 4, rounds: int = 4, **options: Any) -> Any:
+    from nestfed.deploy.flower import Custom
+
+    s = toys.plain(N)
+    return Custom(
+        "flock", lambda: Assembly(s.problem, Flocking(), s.clients, lambda model: {}, ""),
+        RunSpec(rounds=rounds, q=Q, seed=SEED), **grouped(options),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def flower(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from tests import flower
+
+    flower.alone(monkeypatch)
+    return flower
+
+
+def test_deployed(flower: Any, tmp_path: Path) -> None:
+    for i, options in enumerate(({}, {"participation": 3})):
+        flower.deploy(study(**options), tmp_path / str(i), 4)
+        found = flower.checkpointed(tmp_path / str(i))
+        expected = run(4, 4, mode="loop", **options)
+        torch.testing.assert_close(found["shared.x"], expected.x, rtol=1e-10, atol=1e-10)
+        for k, v in expected.gathered.items():
+            torch.testing.assert_close(found[f"tables.{k}"], v, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (torch.full((3, 2), float("nan"), dtype=torch.float64), "holds infinite or NaN"),
+        (torch.zeros(3, 2), "is torch.float32 instead of torch.float64"),
+        (torch.zeros(9, 2, dtype=torch.float64), "has shape"),
+        (torch.zeros(700_000, 2, dtype=torch.float64), "more bytes than allowed"),
+        (None, "contribution is missing"),
+    ],
+)
+def test_gate(flower: Any, tmp_path: Path, wrong: Tensor | None, sentence: str) -> None:
+    """A site with an invalid contribution does not take part in that round; its row is not fresh."""
+
+    def tamper(client: int, round: int, reply: Message) -> Message:
+        if client == 2 and round == 2:
+            del reply.content["gathered"]
+            if wrong is not None:
+                reply.content["gathered"] = ArrayRecord({"norms": Array(wrong.numpy())})
+        return reply
+
+    flower.deploy(study(rounds=2), tmp_path, 4, tamper, min_sites=3)
+    found = flower.checkpointed(tmp_path)
+    assert found["tables.fresh"].tolist() == [1, 1, 0, 1]
+    assert sentence in (tmp_path / "run" / "sites.log").read_text()

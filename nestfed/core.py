@@ -746,10 +746,16 @@ class Algorithm(ABC, Generic[P, S]):
         """Return whether the clients synchronise after iteration t."""
         return (t + 1) % q == 0
 
-    @classmethod
-    def tables(cls) -> tuple[str, ...]:
+    def tables(self) -> tuple[str, ...]:
         """Return the fields that the server fills from contributions: the tables, and `fresh`."""
-        return (*cls.gathered.values(), "fresh") if cls.gathered else ()
+        return (*self.gathered.values(), "fresh") if self.gathered else ()
+
+    def own_points(self, problem: P, shared: Fields, private: Fields) -> Tensor | None:
+        """Return every client's own point, one row each, or None if the method trains none.
+
+        `result.models` are the models there. A client that never took part has the start's private fields.
+        """
+        return None
 
     def feasible(self, problem: P, shared: Fields) -> Fields:
         """Project both players onto their feasible sets, which a server step or noise may have left."""
@@ -780,6 +786,7 @@ class Served(Algorithm[Any, Any]):
             "accepts",
             "shared",
             "private",
+            "gathered",
             "single",
             "point",
             "family",
@@ -794,6 +801,10 @@ class Served(Algorithm[Any, Any]):
     def server(self) -> Server:
         """The other server on the method's points."""
         return OnPoints(self.by, self.method.points or (self.method.point,))
+
+    def own_points(self, problem: Any, shared: Fields, private: Fields) -> Tensor | None:
+        """Return the points of the method."""
+        return self.method.own_points(problem, shared, private)
 
     def init(self, problem: Any, x0: Tensor) -> Any:
         """Start as the method does."""

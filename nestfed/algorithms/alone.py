@@ -18,7 +18,7 @@ MEAN = "mean"
 class Alone(Algorithm[Any, Any]):
     """Train each client alone with another method: its shared fields stay private, and nothing is averaged.
 
-    It is the baseline "each site alone". `models(result.private)` are the clients' own models. The mean of these models
+    It is the baseline "each site alone". `result.models` are the clients' own models. The mean of these models
     is the point of the run, for the drift in the record only: no client uses it, and it costs no bytes.
     """
 
@@ -33,14 +33,18 @@ class Alone(Algorithm[Any, Any]):
     def __post_init__(self) -> None:
         if type(self.method.server) is not Average:
             raise NestfedError(f"{self.method.name} needs its server's step, so a client cannot run it alone.")
+        if self.method.gathered:
+            raise NestfedError(
+                f"{self.method.name} needs what other clients contribute, so a client cannot run it alone."
+            )
 
     @property
     def private(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the method
         """All fields of the method that outlive a round."""
         return (*self.method.shared, *self.method.private)
 
-    def models(self, private: Fields) -> Tensor:
-        """Return every client's own point, one row each."""
+    def own_points(self, problem: Any, shared: Fields, private: Fields) -> Tensor:
+        """Return the points that the clients reached alone."""
         return private[self.method.point]
 
     def init(self, problem: Any, x0: Tensor) -> Any:

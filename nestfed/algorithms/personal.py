@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,7 +18,6 @@ from nestfed.core import (
     Fields,
     NestfedError,
     Problem,
-    S,
     Schedule,
     at,
     at_least,
@@ -27,17 +25,6 @@ from nestfed.core import (
     unknown,
     whole,
 )
-
-
-class Personal(Algorithm[Differentiable, S]):
-    """A method that gives every client a model of its own."""
-
-    @abstractmethod
-    def points(self, problem: Problem, shared: Fields, private: Fields) -> Tensor:
-        """Return every client's own point, one row each: `points(problem, result.shared, result.private)`.
-
-        `problem.module(row)` is the client's model. A client that never took part has the start's private fields.
-        """
 
 
 class Beside(NamedTuple):
@@ -49,7 +36,7 @@ class Beside(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ditto(Personal[Beside]):
+class Ditto(Algorithm[Differentiable, Beside]):
     """Ditto (Li et al. 2021): FedAvg's x, and beside it a private model that is pulled towards x.
 
     v_n ← v_n − η(∇f(v_n) + μ(v_n − x_start)), one step per iteration on the iteration's batch. v_n starts at x0 and is
@@ -70,7 +57,7 @@ class Ditto(Personal[Beside]):
         positive(self, "eta")
         at_least(self, 0, "mu")
 
-    def points(self, problem: Problem, shared: Fields, private: Fields) -> Tensor:
+    def own_points(self, problem: Differentiable, shared: Fields, private: Fields) -> Tensor:
         """Return every client's v."""
         return private["v"]
 
@@ -103,7 +90,7 @@ class Headed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FedRep(Personal[Headed]):
+class FedRep(Algorithm[Differentiable, Headed]):
     """FedRep (Collins et al. 2021): a common body, and on every client a head of its own.
 
     A round's q iterations are q_h head steps at the broadcast body, then q − q_h body steps with the new head fixed.
@@ -136,7 +123,7 @@ class FedRep(Personal[Headed]):
             raise NestfedError(f"fedrep: q must be above q_h = {self.q_h} to leave body steps, but q is {q}.")
         return super().ends_round(t, q)
 
-    def points(self, problem: Problem, shared: Fields, private: Fields) -> Tensor:
+    def own_points(self, problem: Differentiable, shared: Fields, private: Fields) -> Tensor:
         """Return the common body with every client's head."""
         heads = private["head"]
         rows = shared["x"].expand(len(heads), -1)

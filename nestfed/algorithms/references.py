@@ -216,15 +216,6 @@ COLLINS_2021 = """@inproceedings{collins2021exploiting,
   year      = {2021}
 }"""
 
-WANG_2022_SOX = """@inproceedings{wang2022finite,
-  title     = {Finite-Sum Coupled Compositional Stochastic Optimization: Theory and Applications},
-  author    = {Wang, Bokun and Yang, Tianbao},
-  booktitle = {International Conference on Machine Learning},
-  pages     = {23292--23317},
-  publisher = {PMLR},
-  year      = {2022}
-}"""
-
 
 def bibtex(name: str) -> str:
     """Return the BibTeX entries of a method or an objective, by its name or alias."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -68,6 +68,10 @@ class Result:
     """With privacy: ε and its assumptions, in one sentence."""
     gathered: Fields = field(default_factory=dict)
     """The final tables of the clients' contributions, and who is fresh."""
+    points: Tensor | None = None
+    """Every client's own point, one row each, if the method trains one."""
+    models: Sequence[Any] = ()
+    """Every client's own model, if the method trains one (Ditto, FedRep, Alone)."""
 
     def __getitem__(self, column: str) -> float:
         """Return the last known value of a metric or cost."""
@@ -149,9 +153,10 @@ def simulate(
         x = state.shared[method.point]
         if evaluation.keep != "last":
             x = federation.agree(state.outcome(method.point, evaluation.keep))
+        points = method.own_points(problem, state.shared, federation.own())
         return Result(
             x, problem.module(x), book.history, dict(state.shared), dict(federation.own()), _profile(book.laps),
-            statement, dict(state.tables),
+            statement, dict(state.tables), points, [] if points is None else [problem.module(own) for own in points],
         )  # fmt: skip
 
 

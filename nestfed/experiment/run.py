@@ -145,7 +145,7 @@ def _simulate(
         q=spec.q,
         seed=spec.seed,
         evaluate=None if alone else made.evaluate,
-        measure=(lambda shared, private: _mean_over_clients(made, alone.models(private))) if alone else None,
+        measure=(lambda shared, private: _mean_over_clients(made, private[made.algorithm.point])) if alone else None,
         evaluation=evaluation,
         exchange=experiment.exchange,
         execution=replace(experiment.execution, profile=profile is not None),
@@ -156,9 +156,10 @@ def _simulate(
         profile(result.profile)
     if not leads():
         return result.history
+    if result.points is not None:
+        for n, (model, x) in enumerate(zip(result.models, result.points)):
+            write_model(out / f"client-{n}.safetensors", model, x)
     if alone:
-        for n, x in enumerate(alone.models(result.private)):
-            write_model(out / f"client-{n}.safetensors", made.problem.module(x), x)
         return result.history
     write_model(out / "model.safetensors", result.model, result.x)
     if made.ranks is not None:

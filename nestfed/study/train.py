@@ -229,7 +229,7 @@ def _alone(way: FederatedClassifier, lrs: Sequence[float], split: _Split) -> Tra
             warnings.simplefilter("ignore", advice.NestfedWarning)
             made = clone(way).set_params(method=method, lr=None)._fit(data)
         each = []
-        for own in method.models(made._result.private):
+        for own in made._result.points:
             model = copy.deepcopy(made._scores)
             nn.utils.vector_to_parameters(own.clone(), model.parameters())
             each.append(judge.scores(model))

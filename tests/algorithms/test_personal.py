@@ -10,7 +10,6 @@ from nestfed_papers.toys import Quadratic
 from torch import Tensor, nn
 
 from nestfed.algorithms import Alone, Ditto, FedAvg, FedDyn, FedRep
-from nestfed.algorithms.personal import Personal
 from nestfed.core import Batch, Fields, NestfedError
 from nestfed.data.clients import Examples
 from nestfed.engine.options import Evaluation, Exchange, Execution
@@ -39,7 +38,7 @@ def test_ditto_without_pull_is_training_alone_beside_fedavg() -> None:
     both = simulate(s.problem, Ditto(0.1, mu=0.0), s.clients, rounds=4, **HOW)
     alone = simulate(s.problem, Alone(FedAvg(0.1)), s.clients, rounds=4, **HOW)
     together = simulate(s.problem, FedAvg(0.1), s.clients, rounds=4, **HOW)
-    torch.testing.assert_close(both.private["v"], Alone(FedAvg(0.1)).points(alone.private), rtol=0, atol=1e-12)
+    torch.testing.assert_close(both.private["v"], alone.points, rtol=0, atol=1e-12)
     torch.testing.assert_close(both.x, together.x, rtol=0, atol=1e-12)
     pulled = simulate(s.problem, Ditto(0.1, mu=5.0), s.clients, rounds=4, **HOW)
     assert (pulled.private["v"] - pulled.x).norm() < 0.5 * (both.private["v"] - both.x).norm()
@@ -55,7 +54,7 @@ def test_fedrep_of_one_client_moves_head_and_body_in_turn() -> None:
         part = slice(2, 3) if t % 3 < 2 else slice(0, 2)
         with torch.no_grad():
             x[part] -= 0.1 * s.problem.grad(x, Batch(clients.sample(0, t), eager=True))[part]
-    torch.testing.assert_close(method.points(s.problem, result.shared, result.private)[0], x, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.points[0], x, rtol=0, atol=1e-12)
     torch.testing.assert_close(result.x, torch.cat([x[:2], s.problem.x0[2:]]), rtol=0, atol=1e-12)
 
 
@@ -94,7 +93,7 @@ def test_a_head_is_named_by_parameter_or_module(head: Any, names: list[str]) -> 
     result = simulate(problem, method, Examples.of(sites, batch=9), rounds=3, **HOW)
     start = dict(problem.module(problem.x0).named_parameters())
     common = dict(problem.module(result.x).named_parameters())
-    models = [problem.module(x) for x in method.points(problem, result.shared, result.private)]
+    models = result.models
     for name, parameter in start.items():
         own = [dict(model.named_parameters())[name] for model in models]
         if name in names:
@@ -107,7 +106,7 @@ def test_a_head_is_named_by_parameter_or_module(head: Any, names: list[str]) -> 
 
 @pytest.mark.parametrize("mode", ["vmap", "loop"])
 @pytest.mark.parametrize("method", [Ditto(0.1, mu=0.1), FedRep(0.1, "head")], ids=["ditto", "fedrep"])
-def test_personal_models_are_judged_during_a_run(method: Personal[Any], mode: str) -> None:
+def test_personal_models_are_judged_during_a_run(method: Ditto | FedRep, mode: str) -> None:
     """Every client's own model on its own function goes below the common model on it."""
     targets = torch.tensor([[1.0, 2.0], [1.0, -2.0], [1.0, 0.5]], dtype=torch.float64)
     rows = {str(n): (targets[n].repeat(4, 1),) for n in range(3)}
@@ -119,7 +118,7 @@ def test_personal_models_are_judged_during_a_run(method: Personal[Any], mode: st
     problem = Minimize(loss, Parted(torch.float64))
 
     def measure(shared: Fields, private: Fields) -> dict[str, float]:
-        found = method.points(problem, shared, private)
+        found = method.own_points(problem, shared, private)
         return {"own": float((found[:, 1:] - targets).square().sum(1).mean())}
 
     result = simulate(

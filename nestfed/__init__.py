@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from nestfed.data.loaders import Loaders
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
+    from nestfed.engine.warm_up import WarmUp
     from nestfed.models import held_out
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
     from nestfed.problems.auprc import AUPRC
@@ -129,6 +130,7 @@ _NAMES = {
         "Result",
         "simulate",
     ),
+    "nestfed.engine.warm_up": ("WarmUp",),
     "nestfed.models": ("held_out",),
     "nestfed.problems": (
         "Compositional",
@@ -214,6 +216,7 @@ __all__ = [
     "Pairs",
     "Result",
     "Scaffold",
+    "WarmUp",
     "Yogi",
     "algorithm",
     "held_out",

@@ -521,6 +521,19 @@ class Problem(ABC):
         """Return the result of a run: a model that owns its parameters, or a copy of x."""
         return x.detach().clone()
 
+    def start(self, model: Any) -> Tensor:
+        """Return the starting point for a model that `module` of a problem on the same model returned.
+
+        What the model does not have, such as AUROC's thresholds, starts as in x0.
+        """
+        x0 = self.x0
+        if getattr(model, "shape", None) != x0.shape:
+            raise NestfedError(
+                f"The trained model is a {type(model).__name__}, but this {type(self).__name__} starts from a vector of "
+                f"{x0.numel()} numbers."
+            )
+        return model.detach().to(x0).clone()
+
     def to(self, device: torch.device) -> None:  # noqa: B027 - by default there is nothing to move
         """Move the problem's tensors, including x0, to a device."""
 

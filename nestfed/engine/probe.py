@@ -19,6 +19,7 @@ from nestfed.engine.program import Span, batch_keys
 from nestfed.files import write_atomically
 
 FILE = "probe.json"
+WARM_UP_FILE = "probe-warm-up.json"
 CLIENTS = 4
 """The clients whose first batch is probed."""
 BINS = 64
@@ -157,9 +158,9 @@ def _changed(now: Mapping[str, Sequence[int]], before: Mapping[str, Sequence[int
     return ""
 
 
-def check(path: Path, probe: Probe) -> str:
+def check(path: Path, probe: Probe, name: str = FILE) -> str:
     """Compare a probe with that of a run directory, or store it there; return a warning, or nothing."""
-    file = path / FILE
+    file = path / name
     if not file.exists():
         write_atomically(file, json.dumps(asdict(probe)).encode())
         return ""

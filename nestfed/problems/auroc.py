@@ -56,6 +56,8 @@ class AUROC(Minimax, SolvableSaddle):
     With `p`, the mean over clients of their shares, batches are plain (x, y), as in the papers.
     """
 
+    _inside = "module."
+
     def __init__(
         self, model: nn.Module, *, p: float | None = None, sigmoid: bool = False, clip: float | None = None
     ) -> None:

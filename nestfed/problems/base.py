@@ -80,6 +80,9 @@ class Modelled(Problem):
     `batch.note`. These three respect dropout keys, precision, accumulation and clipping, so that all engines agree.
     """
 
+    _inside = ""
+    """The prefix of the user's parameters, if the problem puts the user's module into one of its own."""
+
     def __init__(
         self,
         model: nn.Module | Tensor,
@@ -110,6 +113,12 @@ class Modelled(Problem):
     def module(self, x: Tensor) -> Any:
         """Return a copy of the user's model with the parameters x."""
         return self.flat.module(x)
+
+    def start(self, model: Any) -> Tensor:
+        """Return the parameters of a model that was trained on another objective."""
+        if isinstance(model, nn.Module) and isinstance(self.flat.source, nn.Module):
+            return self.flat.vector({self._inside + k: p for k, p in model.named_parameters() if p.requires_grad})
+        return super().start(model)
 
     def to(self, device: torch.device) -> None:
         """Move the model to a device."""

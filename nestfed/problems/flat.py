@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -83,6 +83,20 @@ class Flat:
             for parameter, part in zip(_trainable(result), torch.split(x, self.sizes)):
                 parameter.copy_(part.view_as(parameter))
         return result.eval()
+
+    def vector(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Return x0 with these parameters in place of its own; reject one that the model does not have."""
+        parts = dict(zip(self.names, torch.split(self.x0, self.sizes)))
+        shapes = dict(zip(self.names, self.shapes))
+        for name, value in named.items():
+            if shapes.get(name) != value.shape:
+                has = f"of shape {tuple(shapes[name])}" if name in shapes else "none of this name"
+                raise NestfedError(
+                    f"The trained model has a parameter {name} of shape {tuple(value.shape)}, but this problem's model has "
+                    f"{has}: both problems must be built on the same module."
+                )
+            parts[name] = value.detach().to(self.x0).reshape(-1)
+        return torch.cat(list(parts.values()))
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the trained parameters."""

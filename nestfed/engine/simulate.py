@@ -136,7 +136,7 @@ def simulate(
     clients = clients.seeded(seed).to(device)
     start = _start(problem, x0)
     path = None if directory is None else make_directory(Path(directory))
-    own = _Part(problem, method, clients, rounds, q, seed, exchange, execution, path, group, before=before)
+    own = _Part(problem, method, clients, rounds, q, seed, exchange, execution, path, group, rounds, before=before)
     parts, names = [own], method.shared
     if warm is not None:
         first = _warm_part(warm, own)
@@ -199,6 +199,8 @@ class _Part:
     execution: Execution
     path: Path | None
     group: Group
+    total: int
+    """The run's last round, for messages."""
     before: int = 0
     """Rounds of a warm-up before these."""
     probe_file: str = probe.FILE
@@ -243,14 +245,14 @@ class _Part:
             if self.path is not None:
                 _compare(self.path, probed, federation, self.probe_file)
             book = RunDirectory(
-                self.path, identity, federation, point=method.point, rounds=self.rounds, evaluation=evaluation,
+                self.path, identity, federation, point=method.point, rounds=self.total, evaluation=evaluation,
                 checkpoint_every=self.execution.checkpoint_every, leads=group.leads, before=self.before,
                 last=self.rounds, history=() if warm is None else warm.book.history,
             )  # fmt: skip
             if warm is not None:
                 book.laps = warm.book.laps
             state = book.resume(state, device)
-            book.progress = Progress(method.name, self.rounds, state.number, progress if group.leads else False)
+            book.progress = Progress(method.name, self.total, state.number, progress if group.leads else False)
             with book, book.deferred_interrupt(), torch.no_grad():
                 drive(plan, state, federation, book)
         x = state.shared[method.point]

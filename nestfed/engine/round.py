@@ -41,6 +41,13 @@ class Order:
     """The row of the first client in a table of all uploads."""
     tables: Fields = field(default_factory=dict)
     """The tables of the clients' contributions, and who is fresh (`Algorithm.gathered`)."""
+    before: int = 0
+    """Rounds of a warm-up, for messages."""
+
+    @property
+    def number(self) -> int:
+        """This round's number in records and messages."""
+        return self.before + self.round + 1
 
     @property
     def tapped(self) -> bool:

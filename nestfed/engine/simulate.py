@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,8 +141,11 @@ def simulate(
     if warm is not None:
         first = _warm_part(warm, own)
         parts, names = [first, own], tuple(dict.fromkeys((*warm.method.shared, *names)))
+        begin = _start(first.problem, warm.first(problem, None if x0 is None else start))
+        warm.hand_over(problem, begin)  # reject another model before any work starts
     for part in parts:
         probe.inspect(part.problem, part.clients, seed, probe.some(len(clients)))
+        part.check()
     noise = Noise.plan(exchange, len(clients))
     statement = noise.statement(rounds, names) if noise else ""
     with locked(path) if path is not None and group.leads else nullcontext():
@@ -152,7 +155,6 @@ def simulate(
         identity = own.identity() + (f" after {before} rounds of {first.identity()}" if warm is not None else "")
         probed = own.probed(start)
         if warm is not None and not own.begun(identity):
-            begin = _start(first.problem, warm.first(problem, None if x0 is None else start))
             last = replace(evaluation, keep="last", metric="")
             done = first.run(begin, identity, first.probed(begin), last, evaluate, None, progress, None)
             start = warm.hand_over(problem, done.state.shared[warm.method.point])
@@ -203,7 +205,23 @@ class _Part:
     """The run's last round, for messages."""
     before: int = 0
     """Rounds of a warm-up before these."""
+    last: int = 2**31
+    """The last round whose checkpoint belongs to these rounds."""
     probe_file: str = probe.FILE
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The rules by which these rounds are closed."""
+        return _rules(self.problem, self.method, self.clients, self.exchange, self.seed)
+
+    @cached_property
+    def vectorised(self) -> bool:
+        """Whether clients are vectorised."""
+        return _vectorise(self.execution, self.problem, self.clients)
+
+    def check(self) -> None:
+        """Reject what would fail after other rounds; the problem has been inspected."""
+        _ = self.rules, self.vectorised
 
     def identity(self) -> str:
         """Return what identifies the run in its checkpoints."""
@@ -221,7 +239,7 @@ class _Part:
         found = None
         if self.path is not None and self.group.leads:
             found, _ = checkpoint.read(
-                self.path, identity, torch.device("cpu"), rounds=range(self.before + 1, self.rounds + 1)
+                self.path, identity, torch.device("cpu"), rounds=range(self.before + 1, self.last)
             )
         return bool(self.group.agree(found is not None))
 
@@ -233,21 +251,20 @@ class _Part:
     ) -> _Done:  # fmt: skip
         """Run these rounds, or resume them; `warm` is the warm-up that has just ended."""
         method, group, device = self.method, self.group, torch.device(self.execution.device)
-        rules = _rules(self.problem, method, self.clients, self.exchange, self.seed)
         template = _template(method, self.problem, start)
         state = RunState.start(method, template, len(self.clients), None if warm is None else warm.state)
-        with closing(self._federation(rules, template, state)) as federation:
+        with closing(self._federation(template, state)) as federation:
             del template
             plan = Plan(
-                rules, self.rounds - self.before, self.q, self.seed, evaluation,
-                _judge(rules, federation, group, evaluate, measure),
+                self.rules, max(self.rounds - self.before, 0), self.q, self.seed, evaluation,
+                _judge(self.rules, federation, group, evaluate, measure),
             )  # fmt: skip
             if self.path is not None:
                 _compare(self.path, probed, federation, self.probe_file)
             book = RunDirectory(
                 self.path, identity, federation, point=method.point, rounds=self.total, evaluation=evaluation,
                 checkpoint_every=self.execution.checkpoint_every, leads=group.leads, before=self.before,
-                last=self.rounds, history=() if warm is None else warm.book.history,
+                last=self.last, history=() if warm is None else warm.book.history,
             )  # fmt: skip
             if warm is not None:
                 book.laps = warm.book.laps
@@ -260,8 +277,10 @@ class _Part:
             x = federation.agree(state.outcome(method.point, evaluation.keep))
         return _Done(self.problem, method, state, book, x, federation.own())
 
-    def _federation(self, rules: Rules, template: Any, state: RunState) -> Federation:
-        return _federation(rules, self.clients, self.seed, template, state, self.execution, self.path, self.group)
+    def _federation(self, template: Any, state: RunState) -> Federation:
+        return _federation(
+            self.rules, self.clients, self.seed, template, state, self.execution, self.vectorised, self.path, self.group
+        )
 
 
 def _warm_part(warm: WarmUp, own: _Part) -> _Part:
@@ -284,6 +303,7 @@ def _warm_part(warm: WarmUp, own: _Part) -> _Part:
         clients=clients,
         rounds=rounds,
         before=0,
+        last=warm.rounds,
         probe_file=probe.WARM_UP_FILE,
     )
 
@@ -377,12 +397,11 @@ def _compare(path: Path, probed: probe.Probe | None, federation: Federation, fil
 
 def _federation(
     rules: Rules, clients: Clients, seed: int, template: Any, state: RunState, execution: Execution,
-    path: Path | None, group: Group,
+    vectorised: bool, path: Path | None, group: Group,
 ) -> Federation:  # fmt: skip
     """Return the federation: clients in this process or in workers, on one rank or several."""
     problem, method, exchange = rules.problem, rules.method, rules.exchange
     device, N = torch.device(execution.device), len(clients)
-    vectorised = _vectorise(execution, problem, clients)
     if vectorised:
         _warm_up()
     workers = _processes(execution.workers, vectorised, problem, device, exchange.participants(N) // group.count)

@@ -83,10 +83,11 @@ def run(
     - `until`: pause after this round; 0 = run to the end.
     - `tuning`: do not evaluate on the test data.
     """
-    from nestfed.experiment.build import method
+    from nestfed.experiment.build import method, warm_up_method
 
     require_locks()
     method(experiment)  # reject a wrong method first: its directory may be that of a comparison
+    warm_up_method(experiment)
     fresh = not out.exists()
     if leads():
         claim(out, experiment)
@@ -151,6 +152,7 @@ def _simulate(
         execution=replace(experiment.execution, profile=profile is not None),
         directory=out,
         progress=progress,
+        warm_up=made.warm_up,
     )
     if profile is not None:
         profile(result.profile)

@@ -202,9 +202,12 @@ def validation(out: Path, metric: Metric, step: int) -> float:
     return float(found[-1]) if found and found[-1] is not None else metric.floor
 
 
-def pauses(rounds: int, every: int) -> list[int]:
-    """Return the rounds after which the worse half stops; they are rounded up to an evaluation."""
-    steps = {math.ceil(share * rounds / every) * every for share in STOPS}
+def pauses(rounds: int, every: int, before: int = 0) -> list[int]:
+    """Return the rounds after which the worse half stops; they are rounded up to an evaluation.
+
+    Shares are of the rounds after a warm-up of `before` rounds: in it, the trials of a method do not differ yet.
+    """
+    steps = {math.ceil((before + share * (rounds - before)) / every) * every for share in STOPS}
     return sorted(step for step in steps if step < rounds)
 
 
@@ -265,7 +268,7 @@ def _open(
     """Open or resume a method's study, with all its trials drawn."""
     space = search_space(experiment, method)
     count = number(space, trials)
-    rungs = pauses(variant.run.rounds, variant.evaluation.every) if stopping else []
+    rungs = pauses(variant.run.rounds, variant.evaluation.every, variant.warm_up.rounds) if stopping else []
     grid = experiment.grid(method)
     several = [seeds] if seeds > 1 else []
     content = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs, *several], sort_keys=True)

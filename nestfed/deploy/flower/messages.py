@@ -70,11 +70,12 @@ class Custom:
 
 def study_of(source: Any) -> Any:
     """Read an experiment file; return an `Experiment` or `Custom` unchanged."""
-    if isinstance(source, str | Path):
-        from nestfed.experiment.spec import read
+    from nestfed.experiment.spec import Experiment, read
 
-        return read(source)
-    return source
+    study = read(source) if isinstance(source, str | Path) else source
+    if isinstance(study, Experiment):
+        reject_warm_up(study)
+    return study
 
 
 def as_record(fields: Mapping[str, Tensor]) -> ArrayRecord:

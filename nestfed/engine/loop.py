@@ -58,7 +58,9 @@ class Plan:
         rules = self.rules
         asked = rules.exchange.draw(Streams(self.seed), rules.clients, state.round) if train else []
         span = span_from(rules.method, state.t, self.q)
-        return Order(state.round, span, asked, state.seen[asked].tolist(), tap, tables=state.tables, before=state.rounds_before)
+        return Order(
+            state.round, span, asked, state.seen[asked].tolist(), tap, tables=state.tables, before=state.rounds_before
+        )
 
 
 def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, Reply, None]:

@@ -75,9 +75,7 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
     if before is not None and spec.problem.name:
         raise NestfedError(f"{objective.name} brings its own examples, so warm_up.problem must be left out.")
     warm_up = None if before is None else WarmUp(spec.rounds, before)
-    return Assembly(
-        made.problem, algorithm, made.clients, made.test, made.metric, made.validation, warm_up=warm_up
-    )
+    return Assembly(made.problem, algorithm, made.clients, made.test, made.metric, made.validation, warm_up=warm_up)
 
 
 def method(experiment: Experiment) -> Algorithm[Any, Any]:

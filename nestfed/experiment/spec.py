@@ -109,7 +109,9 @@ class Experiment:
         if self.run.sites == "alone" and self.evaluation.keep != "last":
             raise NestfedError("run.sites = 'alone' keeps each client's last model: set evaluation.keep = 'last'.")
         if self.run.sites == "alone" and self.warm_up.rounds:
-            raise NestfedError("run.sites = 'alone' trains each client alone and has no warm-up: set warm_up.rounds = 0.")
+            raise NestfedError(
+                "run.sites = 'alone' trains each client alone and has no warm-up: set warm_up.rounds = 0."
+            )
         if self.warm_up.rounds and self.warm_up.rounds >= self.run.rounds:
             raise NestfedError(
                 f"The warm-up has {self.warm_up.rounds} rounds (warm_up.rounds), which leaves none of the run's "

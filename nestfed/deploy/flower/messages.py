@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nestfed.core import Fields, NestfedError, __version__
 from nestfed.data.encoding import Schema, Sums, TableEncoding, schema_from_json, schema_to_json
+from nestfed.deploy.app import reject_warm_up
 from nestfed.deploy.flower.gate import RejectedError
 from nestfed.engine.encode import Encoding, squeeze
 from nestfed.engine.options import Evaluation, Exchange, Execution

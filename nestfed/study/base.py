@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from nestfed import theory
-from nestfed.algorithms import METHODS, FedAvg
+from nestfed.algorithms import METHODS
 from nestfed.algorithms import build as build_method
 from nestfed.core import Algorithm, DivergedError, NestfedError, __version__
 from nestfed.engine.options import Evaluation, Exchange, Execution
@@ -152,7 +152,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         seed: int,
         evaluate: Callable[[Any], Mapping[str, float]] | None,
         metric: str,
-        warm_up: Callable[[float], WarmUp] = lambda shrunk: WarmUp(0, FedAvg(1.0)),
+        warm_up: Callable[[float], WarmUp] | None = None,
     ) -> Result:
         """Train, and check the result. Retry with a smaller step if an automatic step size diverges.
 
@@ -161,7 +161,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         tried: list[Any] = []
         while True:
             self.method_ = self._method(problem, clients, seed, SHRINK ** len(tried))
-            first = warm_up(SHRINK ** len(tried))
+            first = None if warm_up is None else warm_up(SHRINK ** len(tried))
             try:
                 result = simulate(
                     problem,
@@ -177,7 +177,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
                     progress=self.verbose,
                     warm_up=first,
                 )
-                reject_runaway([r for r in result.history if r["round"] > first.rounds])
+                reject_runaway([r for r in result.history if first is None or r["round"] > first.rounds])
                 break
             except DivergedError:
                 if self.lr is not None or isinstance(self.method, Algorithm) or len(tried) == ATTEMPTS - 1:

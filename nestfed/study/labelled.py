@@ -149,10 +149,10 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         """Return the options of the objective."""
         raise NotImplementedError
 
-    def _warm_up(self, model: Scores, data: Encoded, seed: int) -> Callable[[float], WarmUp]:
+    def _warm_up(self, model: Scores, data: Encoded, seed: int) -> Callable[[float], WarmUp] | None:
         """Return the warm-up by FedAvg on cross-entropy, as a function of the divisor of its automatic step size."""
         if not self.warm_up:
-            return lambda shrunk: WarmUp(0, FedAvg(1.0))
+            return None
         options = ClassifyOptions(batch=self.batch_size)
         problem, clients = options.build(model, (data.x, data.y), data.parts, names=list(data.names))
         step = advice.STEP[options.name] / max(advice.smoothness(problem, clients, seed), 1e-6)

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from nestfed import AUROC, FMGDA, Balanced, Classify, Examples, FedAvg, Minimize, Scaffold, WarmUp
-from nestfed.core import Metric, NestfedError
+from nestfed import AUROC, FMGDA, Adam, Balanced, Classify, Examples, FedAvg, Minimize, Scaffold, WarmUp, Yogi
+from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
 from nestfed.engine.run_directory import Interrupted
+from tests import toys
+from tests.engine.test_gathered import Flocking
 from tests.methods import method, setting
 from tests.support import identical, on_two_ranks, simulate
 from tests.toys import SEED
@@ -145,6 +147,16 @@ def test_resumes_after_a_crash_before_the_first_checkpoint_of_its_own(tmp_path: 
     assert not [w for w in recwarn if "beginning" in str(w.message)]
 
 
+@pytest.mark.parametrize("warm", [0, 3])
+@pytest.mark.parametrize("rounds", [2, 4])
+def test_a_finished_run_keeps_its_rounds(warm: int, rounds: int, tmp_path: Path) -> None:
+    """Fewer rounds than a directory has return what it has, with a warm-up and without; nothing starts again."""
+    whole = warmed(warm=warm, directory=tmp_path)
+    again = warmed(rounds, warm=warm, directory=tmp_path)
+    identical(dict(whole.shared), dict(again.shared))
+    assert [r["round"] for r in read_record(tmp_path / "record.jsonl")] == list(range(1, 8))
+
+
 def test_a_damaged_checkpoint_falls_back_across_the_boundary(tmp_path: Path) -> None:
     whole = warmed()
     warmed(4, directory=tmp_path, checkpoint_every=1)
@@ -227,7 +239,7 @@ def test_measures_after_the_warm_up_only() -> None:
     assert ["w" in r for r in whole.history] == [False] * 4 + [True] * 4
     assert all("gap" in r for r in whole.history)
     alone = warmed(measure=lambda shared, private: {"w": float(shared["w"])})
-    assert ["w" in r for r in alone.history] == [False] * 3 + [True] * 5 if len(alone.history) == 8 else True
+    assert ["w" in r for r in alone.history] == [False] * 2 + [True] * 5, "from the point that was handed over"
 
 
 def test_the_same_problem_with_another_method() -> None:
@@ -258,6 +270,48 @@ def test_vectors_are_handed_over_too() -> None:
     first = simulate(other, FedAvg(0.05), s.clients, rounds=2, **OPTIONS)
     second = simulate(s.problem, method("scaffold"), s.clients, rounds=2, x0=first.x, **OPTIONS)
     identical(dict(whole.shared), dict(second.shared))
+
+
+def test_gathered_tables_start_fresh() -> None:
+    """The tables of a run are those of its own rounds; a warm-up may have tables too, or none."""
+    s = toys.plain(5)
+    options = {**OPTIONS, "count": 3}
+    for before in (FedAvg(0.05), Flocking(0.05)):
+        whole = simulate(s.problem, Flocking(), s.clients, rounds=6, warm_up=WarmUp(3, before), **options)
+        first = simulate(s.problem, before, s.clients, rounds=3, **options)
+        second = simulate(s.problem, Flocking(), s.clients, rounds=3, x0=first.x, **options)
+        identical(dict(whole.gathered), dict(second.gathered))
+        identical(whole.x, second.x)
+        sent = [[r[k] for r in h] for k in COSTS for h in (whole.history[3:], second.history)]
+        for both, own, k in zip(sent[::2], sent[1::2], COSTS):
+            assert both == [first.history[-1][k] + v for v in own]
+    after = simulate(s.problem, FedAvg(0.05), s.clients, rounds=6, warm_up=WarmUp(3, Flocking()), **options)
+    assert not after.gathered
+
+
+def test_servers_start_fresh(tmp_path: Path) -> None:
+    """Both methods may have servers; the moments of the second start at 0. It resumes to the last bit."""
+    s = setting("fedavg")
+    before, own = FedAvg(0.05).served_by(Adam(0.01)), Scaffold(0.05)
+    for last in (own, FedAvg(0.05).served_by(Yogi(0.02))):
+        whole = simulate(s.problem, last, s.clients, rounds=5, warm_up=WarmUp(2, before), **OPTIONS)
+        first = simulate(s.problem, before, s.clients, rounds=2, **OPTIONS)
+        identical(whole.x, simulate(s.problem, last, s.clients, rounds=3, x0=first.x, **OPTIONS).x)
+        for rounds in (1, 3, 5):
+            run = tmp_path / last.name
+            found = simulate(
+                s.problem, last, s.clients, rounds=rounds, warm_up=WarmUp(2, before), directory=run, **OPTIONS
+            )
+        identical(found.x, whole.x)
+
+
+def test_every_client_has_its_own_model_after_it() -> None:
+    s = setting("ditto")
+    whole = simulate(s.problem, method("ditto"), s.clients, rounds=4, warm_up=WarmUp(2, FedAvg(0.05)), **OPTIONS)
+    first = simulate(s.problem, FedAvg(0.05), s.clients, rounds=2, **OPTIONS)
+    second = simulate(s.problem, method("ditto"), s.clients, rounds=2, x0=first.x, **OPTIONS)
+    assert whole.points is not None
+    identical(whole.points, second.points)
 
 
 def test_frozen_parameters_stay() -> None:
@@ -310,6 +364,35 @@ def test_another_model_or_other_clients_are_rejected() -> None:
         NestfedError, match=r"The trained model is a .*, but this Minimize starts from a vector of 3 numbers"
     ):
         simulate(vector, FedAvg(0.1), examples, rounds=3, warm_up=WarmUp(1, FedAvg(0.1), classify), **OPTIONS)
+
+
+def test_a_wrong_run_is_rejected_before_its_warm_up(tmp_path: Path) -> None:
+    """What concerns only the rounds after the warm-up is found before its first round."""
+    s = toys.plain(4)
+    private = {"clip": 0.5, "noise": 1.0}
+    with pytest.raises(NestfedError, match="false promise"):
+        simulate(
+            s.problem, Flocking(), s.clients, rounds=4, warm_up=WarmUp(2, FedAvg(0.05)), directory=tmp_path,
+            **{**OPTIONS, **private},
+        )  # fmt: skip
+    auroc, balanced, _, examples = pieces()
+    other = Classify(nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).double())
+    with pytest.raises(NestfedError, match="the same module"):
+        simulate(
+            auroc, FMGDA(), balanced, rounds=3, warm_up=WarmUp(2, FedAvg(0.1), other, examples), directory=tmp_path,
+            **OPTIONS,
+        )  # fmt: skip
+    assert not list(tmp_path.glob("r*"))
+
+
+def test_errors_name_the_round_of_the_record() -> None:
+    s = toys.plain(4)
+    for mode in ("loop", "vmap"):
+        with pytest.raises(DivergedError, match=r"\(round 4\)"):
+            simulate(
+                s.problem, FedAvg(1e200), s.clients, rounds=6, warm_up=WarmUp(3, FedAvg(0.05)),
+                **{**OPTIONS, "mode": mode},
+            )  # fmt: skip
 
 
 def test_checkpoints_are_read_by_round(tmp_path: Path) -> None:

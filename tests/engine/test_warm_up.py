@@ -19,10 +19,9 @@ from nestfed.engine import checkpoint
 from nestfed.engine.record import read as read_record
 from nestfed.engine.run_directory import Interrupted
 from tests import toys
-from tests.engine.test_gathered import Flocking
 from tests.methods import method, setting
 from tests.support import identical, on_two_ranks, simulate
-from tests.toys import SEED
+from tests.toys import SEED, Flocking
 
 Q = 3
 COSTS = ("examples", "bytes_up", "bytes_down")

@@ -313,6 +313,8 @@ class Tape:
     examples: int = 0
     evaluations: int = 0
     loss: Tensor | None = None
+    buffers: Tensor | None = None
+    """The model's running statistics after the first evaluation."""
 
     def note(self, examples: int, loss: Tensor | None = None) -> None:
         """Add one evaluation; the first loss is the one at the current point."""
@@ -344,6 +346,8 @@ class Batch:
     """Evaluate the batch in this many pieces, one after another, to save memory."""
     clips: bool = True
     """The problem clips its gradients, if it has a clipping norm."""
+    buffers: Tensor | None = None
+    """The model's running statistics before this step, for all of its points; None = those of the user's module."""
 
     @property
     def raw(self) -> Batch:
@@ -499,22 +503,36 @@ class Problem(ABC):
     """The model has 2-d convolutions, which are faster with the channels last."""
     heavy: bool = False
     """The model has convolutions or recurrences, which are slower when vectorised over clients."""
+    buffers: str = ""
+    """The model keeps running statistics, which are averaged ("average") or stay on their client ("private")."""
 
     @property
     @abstractmethod
     def x0(self) -> Tensor:
         """The starting point, one flat vector of floats."""
 
+    @property
+    def b0(self) -> Tensor:
+        """The model's running statistics at the start, one flat vector; empty if it keeps none."""
+        return self.x0.new_zeros(0)
+
     def project(self, x: Tensor) -> Tensor:
         """Return the nearest feasible point; by default all points are feasible."""
         return x
+
+    def project_buffers(self, b: Tensor) -> Tensor:
+        """Return the nearest feasible running statistics: variances are not negative."""
+        return b
 
     def clipped(self, estimate: Tensor) -> Tensor:
         """Return an estimate of the gradient, shortened to the problem's clipping norm if it has one."""
         return estimate
 
     def bind(self, x: Tensor, *, train: bool = False) -> Any:
-        """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module."""
+        """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module.
+
+        x may have running statistics behind the parameters, here and in `module`.
+        """
         return x
 
     def module(self, x: Tensor) -> Any:
@@ -762,6 +780,10 @@ class Algorithm(ABC, Generic[P, S]):
     def tables(self) -> tuple[str, ...]:
         """Return the fields that the server fills from contributions: the tables, and `fresh`."""
         return (*self.gathered.values(), "fresh") if self.gathered else ()
+
+    def solution(self, shared: Fields, private: Fields) -> Tensor:
+        """Return the solution, for `problem.bind` and `problem.module`: the point."""
+        return shared[self.point]
 
     def own_points(self, problem: P, shared: Fields, private: Fields) -> Tensor | None:
         """Return every client's own point, one row each, or None if the method trains none.

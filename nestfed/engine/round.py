@@ -276,9 +276,9 @@ class RunState:
             "seconds": round(self.seconds, 6),
         }
 
-    def outcome(self, point: str, keep: str) -> Tensor:
-        """Return the kept point, or the last one if no round kept one."""
-        return self.kept.get(keep, self.shared[point])
+    def outcome(self, last: Tensor, keep: str) -> Tensor:
+        """Return the kept solution, or the last one if no round kept one."""
+        return self.kept.get(keep, last)
 
 
 @dataclass(frozen=True)

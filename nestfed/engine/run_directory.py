@@ -20,6 +20,7 @@ from nestfed.core import NestfedError
 from nestfed.engine import checkpoint
 from nestfed.engine.federation import Federation
 from nestfed.engine.options import Evaluation
+from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.progress import Progress
 from nestfed.engine.record import COSTS, Log, metrics_of
 from nestfed.engine.record import read as read_record
@@ -44,7 +45,7 @@ class RunDirectory:
         identity: str,
         federation: Federation,
         *,
-        point: str,
+        method: AnyAlgorithm,
         rounds: int,
         evaluation: Evaluation,
         checkpoint_every: int,
@@ -55,7 +56,7 @@ class RunDirectory:
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.path, self.identity, self.federation, self.leads = path, identity, federation, leads
-        self.point, self.rounds, self.evaluation, self.every = point, rounds, evaluation, checkpoint_every
+        self.method, self.rounds, self.evaluation, self.every = method, rounds, evaluation, checkpoint_every
         self.before, self.last = before, last
         """The rounds of a warm-up before these, and the last round that can be of this part of the run."""
         self._warn = warn
@@ -193,7 +194,7 @@ class RunDirectory:
             name = self.evaluation.metric if isinstance(self.evaluation.metric, str) else metric.name
             if name not in values:
                 raise NestfedError(f"evaluation.metric is {name!r}, but the evaluation returns {', '.join(values)}.")
-            state.keep_best(state.shared[self.point], values[name], metric)
+            state.keep_best(self.method.solution(state.shared, {}), values[name], metric)
 
     def settle(self, state: RunState, over: bool) -> None:
         """Write the new lines; save a checkpoint if one is due; stop if the user pressed Ctrl-C."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nestfed import metrics
+from nestfed.algorithms.buffered import BUFFERS, with_buffers
 from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine import checkpoint, probe
 from nestfed.engine.federation import Failing, Federation
@@ -55,6 +56,7 @@ class Result:
     """The result of a run. `result["ap"]` is the last value of a metric."""
 
     x: Tensor
+    """The solution: the parameters, and behind them running statistics if the model keeps any."""
     model: Any
     """The user's module with the trained parameters, or the vector itself."""
     history: list[Record]
@@ -128,6 +130,7 @@ def simulate(
     _check(
         problem, method, max(rounds - before, 0), q, evaluation, exchange, evaluate is not None or measure is not None
     )
+    method = with_buffers(problem, method, evaluation.keep)
     clients = as_clients(clients)
     exchange.check(_some(clients, method))
     device = torch.device(execution.device)
@@ -157,7 +160,7 @@ def simulate(
         if warm is not None and not own.begun(identity):
             last = replace(evaluation, keep="last", metric="")
             done = first.run(begin, identity, first.probed(begin), last, evaluate, None, progress, None)
-            start = warm.hand_over(problem, done.state.shared[warm.method.point])
+            start = warm.hand_over(problem, done.x)
         if done is None or rounds >= before:
             done = own.run(start, identity, probed, evaluation, evaluate, measure, progress, done)
         return done.result(statement)
@@ -232,7 +235,7 @@ class _Part:
         """Return the probe for the run directory, if this process writes one."""
         if self.path is None or not self.group.leads:
             return None
-        return probe.Probe.of(self.problem, self.clients, self.seed, start)
+        return probe.Probe.of(self.problem, self.clients, self.seed, start[: self.problem.x0.numel()])
 
     def begun(self, identity: str) -> bool:
         """Return whether the directory has a checkpoint of these rounds, so that the warm-up is over."""
@@ -262,7 +265,7 @@ class _Part:
             if self.path is not None:
                 _compare(self.path, probed, federation, self.probe_file)
             book = RunDirectory(
-                self.path, identity, federation, point=method.point, rounds=self.total, evaluation=evaluation,
+                self.path, identity, federation, method=method, rounds=self.total, evaluation=evaluation,
                 checkpoint_every=self.execution.checkpoint_every, leads=group.leads, before=self.before,
                 last=self.last, history=() if warm is None else warm.book.history,
             )  # fmt: skip
@@ -272,9 +275,7 @@ class _Part:
             book.progress = Progress(method.name, self.total, state.number, progress if group.leads else False)
             with book, book.deferred_interrupt(), torch.no_grad():
                 drive(plan, state, federation, book)
-        x = state.shared[method.point]
-        if evaluation.keep != "last":
-            x = federation.agree(state.outcome(method.point, evaluation.keep))
+        x = federation.agree(state.outcome(_solution(method, state, _of_all(method, federation)), evaluation.keep))
         return _Done(self.problem, method, state, book, x, federation.own())
 
     def _federation(self, template: Any, state: RunState) -> Federation:
@@ -299,7 +300,7 @@ def _warm_part(warm: WarmUp, own: _Part) -> _Part:
     return replace(
         own,
         problem=problem,
-        method=warm.method,
+        method=with_buffers(problem, warm.method, "last"),
         clients=clients,
         rounds=rounds,
         before=0,
@@ -312,7 +313,7 @@ def _start(problem: Problem, x0: Tensor | None) -> Tensor:
     """Return the starting point: the user's, or the model's own parameters."""
     if x0 is None:
         return problem.x0
-    if x0.shape != problem.x0.shape:
+    if x0.shape not in (problem.x0.shape, torch.Size([problem.x0.numel() + problem.b0.numel()])):
         raise NestfedError(f"x0 has shape {tuple(x0.shape)}, but the model has {problem.x0.numel()} parameters.")
     return x0.detach().to(problem.x0)
 
@@ -353,17 +354,30 @@ def _judge(
 
     def judge(state: RunState) -> Mapping[str, float]:
         found: dict[str, float] = {}
-        private = federation.private() if measure is not None else {}  # every rank takes part
+        private = federation.private() if measure is not None else _of_all(rules.method, federation)  # on every rank
         if not group.leads:
             return found
         if evaluate is not None:
             with torch.no_grad():
-                found |= _named("evaluate", evaluate(rules.problem.bind(state.shared[rules.method.point])))
+                found |= _named("evaluate", evaluate(rules.problem.bind(_solution(rules.method, state, private))))
         if measure is not None:
             found |= _named("measure", measure(state.shared, private))
         return found
 
     return judge
+
+
+def _of_all(method: AnyAlgorithm, federation: Federation) -> Fields:
+    """Return the clients' private fields if the solution needs them; every rank takes part."""
+    return federation.private() if BUFFERS in method.private else {}
+
+
+def _solution(method: AnyAlgorithm, state: RunState, private: Fields) -> Tensor:
+    """Return the solution of a state; private statistics count from the first round of their client on."""
+    seen = state.seen >= 0
+    if BUFFERS in private and len(private[BUFFERS]) == len(seen) and bool(seen.any()):
+        private = {BUFFERS: private[BUFFERS][seen]}
+    return method.solution(state.shared, private)
 
 
 def _named(function: str, values: Any) -> dict[str, float]:
@@ -465,6 +479,14 @@ def _vectorise(execution: Execution, problem: Problem, clients: Clients) -> bool
                 "clients: use mode = 'loop' without compile."
             )
         LOG.info("Clients run one after another, because the model draws random numbers that cannot be vectorised.")
+        return False
+    if problem.buffers:
+        if execution.mode == "vmap" or execution.compile:
+            raise NestfedError(
+                "The model keeps running statistics (buffers), so clients cannot be vectorised: use mode = 'loop' without "
+                "compile."
+            )
+        LOG.info("Clients run one after another, because the model keeps running statistics.")
         return False
     if execution.mode != "auto" or execution.compile:
         return execution.mode != "loop"

@@ -98,7 +98,7 @@ def with_buffers(problem: Problem, method: Algorithm[Any, Any], keep: str) -> Al
 
     - `keep`: which point the run returns (`Evaluation.keep`).
     """
-    if not problem.buffers:
+    if not problem.buffers or isinstance(method, Buffered):
         return method
     kept = problem.buffers if method.talks else "private"  # clients that train alone keep theirs
     if keep == "uniform" or (keep == "best" and kept == "private"):

@@ -34,6 +34,7 @@ from nestfed import (
     WarmUp,
 )
 from nestfed.core import Batch, NestfedError
+from nestfed.testing import check_algorithm, check_problem
 from tests.methods import method
 from tests.support import identical, on_two_ranks, simulate
 
@@ -198,6 +199,12 @@ def test_a_server_does_not_move_them() -> None:
     plain = simulate(problem(), FedAvg(0.1), held(), **options)
     identical(served.shared["buffers"], plain.shared["buffers"])
     assert float((served.shared["x"] - plain.shared["x"]).abs().max()) > 1
+
+
+def test_the_contract() -> None:
+    check_problem(problem(), held())
+    check_algorithm(Scaffold(0.1), problem(), held(), q=2, rounds=3)
+    check_algorithm(FedAvg(0.1), problem("private"), held(), q=2, rounds=3)
 
 
 def test_the_first_evaluation_of_a_step_updates_them() -> None:

@@ -275,7 +275,9 @@ class _Part:
             book.progress = Progress(method.name, self.total, state.number, progress if group.leads else False)
             with book, book.deferred_interrupt(), torch.no_grad():
                 drive(plan, state, federation, book)
-        x = federation.agree(state.outcome(_solution(method, state, _of_all(method, federation)), evaluation.keep))
+        x = state.outcome(_solution(method, state, _of_all(method, federation)), evaluation.keep)
+        if evaluation.keep != "last" or BUFFERS in method.private:  # the leading rank knows
+            x = federation.agree(x)
         return _Done(self.problem, method, state, book, x, federation.own())
 
     def _federation(self, template: Any, state: RunState) -> Federation:

@@ -816,21 +816,9 @@ class Served(Algorithm[Any, Any]):
                 f"{self.method.name} {own}, so it cannot be served by {self.by.name or type(self.by).__name__}; choose a "
                 "method whose server averages, such as fedavg."
             )
-        object.__setattr__(self, "name", f"{self.method.name}+{self.by.name or type(self.by).__name__}")
-        for fact in (
-            "accepts",
-            "shared",
-            "private",
-            "gathered",
-            "single",
-            "point",
-            "family",
-            "cites",
-            "steps",
-            "sizes",
-            "evaluations",
-        ):
+        for fact in Algorithm.__annotations__:
             object.__setattr__(self, fact, getattr(self.method, fact))
+        object.__setattr__(self, "name", f"{self.method.name}+{self.by.name or type(self.by).__name__}")
 
     @property
     def server(self) -> Server:

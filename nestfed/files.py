@@ -58,7 +58,8 @@ def written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
 
 
 def make_directory(path: Path) -> Path:
-    """Create a directory and its parents if they do not exist."""
+    """Create a directory and its parents if they do not exist; on a system without file locks, create nothing."""
+    require_locks()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

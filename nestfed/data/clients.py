@@ -78,11 +78,16 @@ class _Held(Clients):
         if len(sizes) != 1:
             raise NestfedError(f"All arrays must hold the same examples, but their lengths are {sorted(sizes)}.")
         (total,) = sizes
-        if not self.parts:
+        if len(self.parts) == 0:
             raise NestfedError("There are no clients: the partition is empty.")
+        object.__setattr__(self, "parts", [np.asarray(part) for part in self.parts])
         for n, part in enumerate(self.parts):
-            if len(part) == 0:
+            if part.size == 0:
                 raise NestfedError(f"Client {self.label(n)} has no examples.")
+            if part.ndim != 1 or part.dtype.kind not in "iu":
+                raise NestfedError(
+                    f"The part of client {self.label(n)} must be a list of row numbers, not {part!r:.60}."
+                )
             if part.min() < 0 or part.max() >= total:
                 raise NestfedError(f"Client {self.label(n)} has an index outside 0…{total - 1}.")
         object.__setattr__(self, "_streams", Streams(self.seed or 0))

@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nestfed.algorithms import Alone
-from nestfed.core import DivergedError, NestfedError
+from nestfed.core import DivergedError, Fields, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.engine.run_directory import Interrupted
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import Assembly, assemble
 from nestfed.experiment.spec import Experiment, from_tables, identity
-from nestfed.files import locked, require_locks, write_atomically, write_model
+from nestfed.files import locked, make_directory, write_atomically, write_model
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
@@ -41,11 +41,7 @@ DIVERGED = "diverged.json"
 
 def claim(out: Path, experiment: Experiment) -> None:
     """Create a run's directory, or reject one that belongs to another experiment."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise NestfedError(f"Cannot create the directory {out}: {error.strerror}.") from error
-    path = out / "experiment.json"
+    path = make_directory(out) / "experiment.json"
     settings = json.dumps(experiment.resolved(), indent=2, sort_keys=True)
     if path.exists():
         try:
@@ -85,7 +81,6 @@ def run(
     """
     from nestfed.experiment.build import method, warm_up_method
 
-    require_locks()
     method(experiment)  # reject a wrong method first: its directory may be that of a comparison
     warm_up_method(experiment)
     fresh = not out.exists()
@@ -146,7 +141,7 @@ def _simulate(
         q=spec.q,
         seed=spec.seed,
         evaluate=None if alone else made.evaluate,
-        measure=(lambda shared, private: _mean_over_clients(made, private[made.algorithm.point])) if alone else None,
+        measure=partial(_mean_over_clients, made, alone) if alone else None,
         evaluation=evaluation,
         exchange=experiment.exchange,
         execution=replace(experiment.execution, profile=profile is not None),
@@ -172,8 +167,9 @@ def _simulate(
     return result.history
 
 
-def _mean_over_clients(made: Assembly, points: Tensor) -> dict[str, float]:
+def _mean_over_clients(made: Assembly, alone: Alone, shared: Fields, private: Fields) -> dict[str, float]:
     """Return the metrics of each client's own model, averaged over the clients where they are defined."""
+    points = alone.own_points(made.problem, shared, private)
     with torch.no_grad():
         each = [made.evaluate(made.problem.bind(x)) for x in points]
     known = {k: [found[k] for found in each if not math.isnan(found[k])] for k in each[0]}

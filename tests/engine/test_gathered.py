@@ -10,7 +10,8 @@ import torch
 from flwr.app import Array, ArrayRecord, Message
 from torch import Tensor
 
-from nestfed.core import NestfedError
+from nestfed.algorithms import Alone, Momentum
+from nestfed.core import Average, NestfedError
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.spec import RunSpec
 from nestfed.testing import ALGORITHM_CHECKS, Trial
@@ -31,6 +32,21 @@ def run(rounds: int = 5, N: int = 5, **options: Any) -> Any:
 def test_contract(check: str) -> None:
     s = toys.plain(5)
     ALGORITHM_CHECKS[check](Trial(Flocking(), s.problem, s.clients.seeded(SEED), Q, 5, SEED))
+
+
+def test_served_by_the_mean_is_the_method_itself() -> None:
+    s = toys.plain(5)
+    options: dict[str, Any] = {"seed": SEED, "q": Q, "rounds": 5, "participation": 3, "progress": False}
+    own = simulate(s.problem, Flocking(), s.clients, **options)
+    same(own, simulate(s.problem, Flocking().served_by(Average()), s.clients, **options))
+    moved = simulate(s.problem, Flocking().served_by(Momentum(0.5, 0.5)), s.clients, **options)
+    assert (moved.x - own.x).abs().max() > 1e-3
+    assert (moved.gathered["everybody"] - own.gathered["everybody"]).abs().max() > 1e-3  # norms at other points
+
+
+def test_it_cannot_be_alone() -> None:
+    with pytest.raises(NestfedError, match=r"^flocking needs what other clients contribute"):
+        Alone(Flocking())
 
 
 def test_table_by_hand() -> None:

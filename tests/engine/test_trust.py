@@ -91,7 +91,7 @@ def test_a_run_can_be_extended_on_any_engine(tmp_path: Path) -> None:
 
 
 def test_one_flipped_unit_is_not_another_problem(tmp_path: Path) -> None:
-    """A ReLU near 0 flips with the processor and changes one client's gradient; that is no reason to refuse a run."""
+    """A ReLU near 0 flips with the processor and changes one client's gradient; the run is not rejected for it."""
     found = probe.Probe.of(Minimize(logistic, linear()), clients().seeded(0), 0, Minimize(logistic, linear()).x0)
     moved = {name: list(g) for name, g in found.gradients.items()}
     moved["site 0"] = [1.03 * v for v in moved["site 0"]]

@@ -567,8 +567,8 @@ def test_a_step_size_of_our_own_that_diverges_is_made_smaller(times: float, monk
     sites, test = cancer(2)
     found = FederatedAUC(**QUICK).fit(sites)
     assert found.score(*test) > 0.95
-    (told,) = [hint for hint in found.hints_ if "diverged" in hint]
-    assert f"so {found.lr_:.3g} was used" in told
+    (found_hint,) = [hint for hint in found.hints_ if "diverged" in hint]
+    assert f"so {found.lr_:.3g} was used" in found_hint
 
 
 @pytest.mark.parametrize("times", [1.0, 1000.0])

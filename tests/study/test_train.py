@@ -301,9 +301,9 @@ def test_a_site_of_one_class_is_accepted_and_reported(files: list[Path], tmp_pat
     ]
     result = CliRunner().invoke(app, ["train", *map(str, paths), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    (told,) = [line for line in result.output.splitlines() if line.startswith("warning:")]
-    assert "Site beta has fewer than 5 positives" in told
-    assert told.endswith("docs/warnings.md#few-positives.")
+    (line_shown,) = [line for line in result.output.splitlines() if line.startswith("warning:")]
+    assert "Site beta has fewer than 5 positives" in line_shown
+    assert line_shown.endswith("docs/warnings.md#few-positives.")
 
 
 def test_classes_are_put_in_order(tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def _table(outcomes: list[MethodResult], metric: Metric, seeds: int) -> None:
 
     from rich.table import Table
 
-    from nestfed.report.summary import reached, spread
+    from nestfed.report.summary import in_words, reached, spread
 
     means = {o.method: fmean(o.final(metric.name)) for o in outcomes}
     best, target = max(means, key=lambda m: metric.signed(means[m])), metric.worst(means.values())
@@ -325,7 +325,7 @@ def _table(outcomes: list[MethodResult], metric: Metric, seeds: int) -> None:
             f"{end['examples']:,}",
             size(end["bytes_up"] + end["bytes_down"]),
             str(o.trials),
-            " ".join(f"{k.split('.')[-1]}={v}" for k, v in o.chosen.items()),
+            in_words(o.chosen, o.ends),
         )
     echo(table)
     echo(

@@ -39,6 +39,8 @@ class Assembly:
     """Examples by client and class."""
     ranks: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
     """A model's scores of the test examples, and their labels; None unless each example has a single score."""
+    validated: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
+    """A model's scores of the validation examples, and their labels, if tuning may use them to judge noise."""
 
     def evaluate(self, model: Any) -> Metrics:
         """Return all metrics; validation metrics have the prefix val_."""
@@ -106,8 +108,10 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
     on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds)
     validation = None if prepared.validation is None else partial(on, held=prepared.validation)
     ranks = partial(scored, prepared=prepared, held=prepared.test, device=device) if binary else None
+    held = prepared.validation
+    validated = None if held is None else partial(scored, prepared=prepared, held=held, device=device)
     test, metric = partial(on, held=prepared.test), objective.metric(prepared.classes)
-    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks)
+    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, validated)
 
 
 def evaluate(

@@ -14,7 +14,7 @@ from nestfed.core import Metric, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.run import DIVERGED, Job, run_jobs
 from nestfed.experiment.spec import Experiment
-from nestfed.experiment.tune import tune
+from nestfed.experiment.tune import EXTEND, tune
 from nestfed.files import locked
 from nestfed.report.summary import MethodResult
 
@@ -31,6 +31,7 @@ def compare(
     trial_rounds: int = 0,
     stopping: bool = False,
     trial_seeds: int = 1,
+    extend: int = EXTEND,
     workers: int | None = None,
     tell: Callable[[str], None] = LOG.info,
 ) -> tuple[Metric, list[MethodResult]]:
@@ -42,6 +43,7 @@ def compare(
     - `trial_rounds`: rounds of a trial; 0 = those of a run.
     - `stopping`: stop the worse half of the trials early.
     - `trial_seeds`: seeds per trial.
+    - `extend`: how many trials with the next step size a method gets while its best one is at the end of its whole grid.
     - `workers`: parallel processes; None = one per core.
     - `tell`: called with progress messages; by default they go to the log.
     """
@@ -49,6 +51,7 @@ def compare(
     if seeds < 1:
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
     how: dict[str, Any] = {"trials": trials, "rounds": trial_rounds, "stopping": stopping, "seeds": trial_seeds}
+    how["extend"] = extend
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         metric, tuned = tune(experiment, methods, out, workers=workers, tell=tell, **how)
@@ -61,6 +64,7 @@ def compare(
             len(tuned[name].trials),
             [read_record(j.out / "record.jsonl") for j in runs[name]],
             [json.loads((j.out / DIVERGED).read_text()) for j in runs[name] if (j.out / DIVERGED).exists()],
+            tuned[name].ends,
         )
         for name in methods
     ]

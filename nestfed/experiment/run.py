@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nestfed.algorithms import Alone
+from nestfed.choice import resampled
 from nestfed.core import DivergedError, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
@@ -28,6 +29,7 @@ from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import Assembly, assemble
 from nestfed.experiment.spec import Experiment, from_tables, identity
 from nestfed.files import locked, require_locks, write_atomically, write_model
+from nestfed.metrics import find
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
@@ -37,6 +39,19 @@ TUNING_SEED = 1000
 """The first seed of tuning, so that no reported seed is used for tuning."""
 DIVERGED = "diverged.json"
 """The file that marks a diverged run of a comparison; such a run is not repeated."""
+
+
+RESAMPLED = "validation.json"
+"""The file of a trial with its metric on resampled validation rows, which give the noise of a choice."""
+
+
+def resamples(out: Path, step: int) -> list[float]:
+    """Return a trial's metric on resampled validation rows after a round; empty if it is unknown."""
+    try:
+        found = json.loads((out / RESAMPLED).read_text(encoding="utf-8"))
+        return [float("nan") if v is None else float(v) for v in found["values"]] if found["round"] == step else []
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
 
 
 def claim(out: Path, experiment: Experiment) -> None:
@@ -119,7 +134,7 @@ def _run(
         write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
         if picture and drawable():
             plot.clients(made.summary, out / "clients.png")
-    history = _simulate(experiment, made, out, progress, until, profile)
+    history = _simulate(experiment, made, out, progress, until, profile, tuning)
     if leads():
         _finish(experiment, out, history)
     return history
@@ -132,6 +147,7 @@ def _simulate(
     progress: bool | None,
     until: int,
     profile: Callable[[Mapping[str, float]], None] | None,
+    tuning: bool,
 ) -> list[Record]:
     spec, evaluation = experiment.run, experiment.evaluation
     if evaluation.keep == "best":
@@ -162,6 +178,12 @@ def _simulate(
     if alone:
         return result.history
     write_model(out / "model.safetensors", result.model, result.x)
+    if tuning and made.validated is not None:
+        with torch.no_grad():
+            scores, labels = made.validated(made.problem.bind(result.x))
+        values = resampled(find(evaluation.metric or made.metric), scores, labels)
+        content = {"round": result.history[-1]["round"], "values": values}
+        write_atomically(out / RESAMPLED, json.dumps(content).encode())
     if made.ranks is not None:
         with torch.no_grad():
             found = curves_of(*made.ranks(made.problem.bind(result.x)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -33,6 +33,8 @@ class MethodResult:
     """One per seed."""
     diverged: Sequence[str] = ()
     """The errors of the seeds that diverged; their last evaluated model counts."""
+    ends: Mapping[str, str] = field(default_factory=dict)
+    """The chosen step sizes that are the smallest or the largest of those tried."""
 
     def final(self, metric: str) -> list[float]:
         """Return the metric's last value for every seed."""
@@ -46,6 +48,12 @@ class MethodResult:
             f"{self.method} diverged with {len(self.diverged)} of {len(self.histories)} seeds; their last evaluated model "
             f"counts. {self.diverged[0]}"
         )
+
+
+def in_words(settings: Mapping[str, Any], ends: Mapping[str, str], between: str = " ", equals: str = "=") -> str:
+    """Return tuned settings as text, and mark step sizes at an end of those tried: eta=100.0 (largest)."""
+    marks = {key: f" ({where})" for key, where in ends.items()}
+    return between.join(f"{k.split('.')[-1]}{equals}{v}{marks.get(k, '')}" for k, v in settings.items())
 
 
 def last(history: History, metric: str) -> float:
@@ -137,7 +145,7 @@ def _tuning_columns(outcomes: Sequence[MethodResult]) -> dict[str, dict[str, Cel
         return {}
     return {
         "trials": {o.method: o.trials for o in outcomes},
-        "tuned to": {o.method: ", ".join(f"{k.split('.')[-1]} = {v}" for k, v in o.chosen.items()) for o in outcomes},
+        "tuned to": {o.method: in_words(o.chosen, o.ends, ", ", " = ") for o in outcomes},
     }
 
 

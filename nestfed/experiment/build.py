@@ -13,6 +13,8 @@ from torch import Tensor
 from nestfed import algorithms, models
 from nestfed.core import OBJECTIVES, Algorithm, Metric, NestfedError
 from nestfed.data.partition import Summary
+from nestfed.engine.simulate import named_numbers
+from nestfed.experiment.own import OwnExperiment
 from nestfed.experiment.prepare import Held, Prepared, prepare
 from nestfed.experiment.spec import Experiment, hyper_parameters
 from nestfed.metrics import judge, judge_pooled
@@ -51,6 +53,8 @@ class Assembly:
 def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
     """Build the problem, the method and the clients of an experiment for one seed."""
     objective, seed = experiment.problem, experiment.run.seed if seed is None else seed
+    if isinstance(experiment, OwnExperiment):
+        return _own(experiment, seed)
     if isinstance(objective, Labelled):
         prepared = prepare(experiment.data, experiment.partition, seed)
         return labelled(experiment, prepared, prepared.positive_rate, seed)
@@ -76,11 +80,34 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
 
 def method(experiment: Experiment) -> Algorithm[Any, Any]:
     """Build the method of an experiment, with its server."""
+    if isinstance(experiment, OwnExperiment):
+        return experiment.method()
     if not experiment.algorithm.name:
         raise NestfedError("The experiment has no algorithm: set algorithm.name, or use `compare --algorithms`.")
     made = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
     server = experiment.server
     return made.served_by(algorithms.build_server(server.name, **server.hyper)) if server.name else made
+
+
+def _own(experiment: OwnExperiment, seed: int) -> Assembly:
+    """Return the user's own objects."""
+    given, name = experiment.given, experiment.algorithm.name
+    test, validation = given.evaluate, given.validate
+    return Assembly(
+        given.problem_of(name, seed),
+        experiment.method(),
+        given.clients_of(name, seed),
+        partial(_measured, "evaluate", test),
+        given.metric,
+        None if validation is None else partial(_measured, "validate", validation),
+        None,
+        test.scored if isinstance(test, models.HeldOut) and test.binary else None,
+        validation.scored if isinstance(validation, models.HeldOut) else None,
+    )
+
+
+def _measured(name: str, function: Callable[[Any], Any], model: Any) -> Metrics:
+    return named_numbers(name, function(model))
 
 
 def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) -> Assembly:

@@ -33,7 +33,6 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from nestfed import choice
-from nestfed.algorithms import METHODS
 from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import assemble
@@ -207,10 +206,9 @@ class _Search:
         for s in range(self.seeds):
             # A trial needs no final point, and a run with keep = "uniform" cannot pause.
             fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed + s, "evaluation.keep": "last"}
-            tables = self.variant.with_overrides({**self.settings(trial), **fixed}).source
-            tables = {k: v for k, v in tables.items() if k != "methods"}
+            experiment = self.variant.with_overrides({**self.settings(trial), **fixed}).alone()
             name = f"trial-{trial.number:03d}" + (f"-again-{s}" if s else "")
-            made.append(Job(tables, self.out / self.method / name, until, tuning=True))
+            made.append(Job(experiment, self.out / self.method / name, until, tuning=True))
         return made
 
     def running(self, step: int) -> list[FrozenTrial]:
@@ -259,7 +257,7 @@ _BEYOND = "settings"
 
 def step_settings(variant: Experiment, grid: Mapping[str, Any]) -> list[str]:
     """Return the settings of a grid that are step sizes, the method's first, then the server's."""
-    known = [f"algorithm.{step}" for step in METHODS[variant.algorithm.name].steps]
+    known = [f"algorithm.{step}" for step in variant.steps()]
     return [key for key in (*known, "server.eta_g") if key in grid]
 
 

@@ -155,6 +155,87 @@ def _metrics_to_draw(runs: Mapping[str, Sequence[History]], metric: Metric, sett
     return [metric.name, *(m for m in found if m != metric.name), *TRAINING]
 
 
+def comparison_table(outcomes: Sequence[MethodResult], metric: Metric) -> Table:
+    """Return the table that a comparison prints: final values, rounds to the worst final mean, costs and tuning."""
+    means = {o.method: fmean(o.final(metric.name)) for o in outcomes}
+    best, target = max(means, key=lambda m: metric.signed(means[m])), metric.worst(means.values())
+    rows: list[list[Cell]] = []
+    for o in outcomes:
+        values, end, seeds = o.final(metric.name), o.histories[0][-1], len(o.histories)
+        hits = [hit["round"] for history in o.histories if (hit := reached(history, metric, target)) is not None]
+        some = f" ({len(hits)} of {seeds})" if len(hits) < seeds else ""
+        rows.append(
+            [
+                o.method,
+                spread(values),
+                str(end["round"]),
+                f"{spread(hits, lambda v: f'{v:.3g}')}{some}" if hits else "–",
+                f"{end['examples']:,}",
+                size(_sent(end)),
+                str(o.trials),
+                in_words(o.chosen, o.ends),
+            ]
+        )
+    seeds = len(outcomes[0].histories)
+    note = f"Mean ± standard deviation over {_count(seeds, 'seed')}. {metric.direction} mean {metric.name}: {best}."
+    columns = ["method", f"{metric.name} on test", "rounds", f"rounds to {target:.4f}", "examples", "sent", "trials"]
+    sentences = [note, *(o.divergence() for o in outcomes if o.diverged)]
+    return Table("", [*columns, "tuned to"], rows, "\n".join(sentences), [list(means).index(best)])
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The results of a comparison at one point of a sweep."""
+
+    settings: Mapping[str, Any]
+    results: Sequence[MethodResult]
+
+
+def sweep_table(points: Sequence[Swept], metric: Metric) -> Table:
+    """Return one row for every point of a sweep and method; the best method of each point is highlighted."""
+    keys = list(points[0].settings)
+    rows: list[list[Cell]] = []
+    best = []
+    for point in points:
+        means = [fmean(o.final(metric.name)) for o in point.results]
+        best += [len(rows) + i for i, mean in enumerate(means) if mean == metric.best(means) and len(means) > 1]
+        for o in point.results:
+            costs = _costs([history[-1] for history in o.histories])
+            at = [str(value) for value in point.settings.values()]
+            rows.append([*at, o.method, spread(o.final(metric.name)), *costs, o.trials, in_words(o.chosen, o.ends)])
+    seeds = len(points[0].results[0].histories)
+    columns = [
+        *(key.split(".")[-1] for key in keys),
+        "method",
+        f"{metric.name} on test",
+        *COST_COLUMNS,
+        "trials",
+        "tuned to",
+    ]
+    note = f"Mean ± standard deviation over {_count(seeds, 'seed')}."
+    note += " ".join(["", *(o.divergence() for point in points for o in point.results if o.diverged)])
+    return Table(", ".join(keys), columns, rows, note.strip(), best)
+
+
+def sweep_figure(points: Sequence[Swept], metric: Metric) -> Figure:
+    """Return the mean of a metric against the first setting of a sweep, one line per method and other settings.
+
+    Values that are not numbers are at 1, 2, ….
+    """
+    first, *others = points[0].settings
+    values = list(dict.fromkeys(point.settings[first] for point in points))
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    places = {v: float(v) if numeric else float(i) for i, v in enumerate(values, 1)}
+    lines: dict[str, dict[float, float]] = {}
+    for point in points:
+        for o in point.results:
+            name = ", ".join([o.method, *(f"{k.split('.')[-1]}={point.settings[k]}" for k in others)])
+            lines.setdefault(name, {})[places[point.settings[first]]] = fmean(o.final(metric.name))
+    drawn = [Line(name, sorted(of), [of[x] for x in sorted(of)]) for name, of in lines.items()]
+    note = "" if numeric else f"{first}: " + ", ".join(f"{i} is {v}" for i, v in enumerate(values, 1)) + "."
+    return Figure(f"{metric.name} on test against {first}", first, metric.name, drawn, note)
+
+
 # ------------------------------------------------------------------------------ parts that other reports use too
 
 

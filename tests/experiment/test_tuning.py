@@ -99,8 +99,11 @@ def test_the_metric_decides_in_its_own_direction(metric: str, choose: Any, tmp_p
         sorted(ends.values(), reverse=judge.higher), abs=1e-4
     )
     halved = tune(experiment, ["fedavg"], tmp_path / "halved", extend=0, workers=1)[1]["fedavg"]
-    last = {t.state: t.value for t in halved.trials}
-    assert judge.better(last["finished"], last["stopped"])
+    places = sorted((tmp_path / "halved" / "fedavg").glob("trial-*"))
+    (winner,) = [n for n, t in enumerate(halved.trials) if t.state == "finished"]
+    records = {r["round"]: r[f"val_{metric}"] for r in read_record(places[winner] / "record.jsonl")}
+    for trial in halved.trials:
+        assert not judge.better(trial.value, records[trial.round]), "the better half continued"
     assert halved.chosen == next(t.settings for t in halved.trials if t.state == "finished")
 
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
     from nestfed.engine.warm_up import WarmUp
+    from nestfed.experiment.direct import compare, sweep, tune
     from nestfed.models import held_out
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
     from nestfed.problems.auprc import AUPRC
@@ -131,6 +132,11 @@ _NAMES = {
         "simulate",
     ),
     "nestfed.engine.warm_up": ("WarmUp",),
+    "nestfed.experiment.direct": (
+        "compare",
+        "sweep",
+        "tune",
+    ),
     "nestfed.models": ("held_out",),
     "nestfed.problems": (
         "Compositional",
@@ -219,8 +225,11 @@ __all__ = [
     "WarmUp",
     "Yogi",
     "algorithm",
+    "compare",
     "held_out",
     "simulate",
+    "sweep",
+    "tune",
 ]
 
 logging.getLogger("nestfed").addHandler(logging.NullHandler())  # silent unless the user configures logging

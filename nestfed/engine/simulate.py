@@ -361,9 +361,11 @@ def _judge(
             return found
         if evaluate is not None:
             with torch.no_grad():
-                found |= _named("evaluate", evaluate(rules.problem.bind(_solution(rules.method, state, private))))
+                found |= named_numbers(
+                    "evaluate", evaluate(rules.problem.bind(_solution(rules.method, state, private)))
+                )
         if measure is not None:
-            found |= _named("measure", measure(state.shared, private))
+            found |= named_numbers("measure", measure(state.shared, private))
         return found
 
     return judge
@@ -382,7 +384,7 @@ def _solution(method: AnyAlgorithm, state: RunState, private: Fields) -> Tensor:
     return method.solution(state.shared, private)
 
 
-def _named(function: str, values: Any) -> dict[str, float]:
+def named_numbers(function: str, values: Any) -> dict[str, float]:
     """Return what the user's function measured as named numbers."""
     try:
         return {str(k): float(v) for k, v in values.items()}

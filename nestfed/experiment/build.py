@@ -13,7 +13,9 @@ from torch import Tensor
 from nestfed import algorithms, models
 from nestfed.core import OBJECTIVES, Algorithm, Metric, NestfedError
 from nestfed.data.partition import Summary
+from nestfed.engine.simulate import named_numbers
 from nestfed.engine.warm_up import WarmUp
+from nestfed.experiment.own import OwnExperiment
 from nestfed.experiment.prepare import Held, Prepared, prepare
 from nestfed.experiment.spec import AlgorithmSpec, Experiment, ServerSpec, hyper_parameters
 from nestfed.metrics import judge, judge_pooled
@@ -40,6 +42,8 @@ class Assembly:
     """Examples by client and class."""
     ranks: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
     """A model's scores of the test examples, and their labels; None unless each example has a single score."""
+    validated: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
+    """A model's scores of the validation examples, and their labels, if tuning may use them to judge noise."""
     warm_up: WarmUp | None = None
 
     def evaluate(self, model: Any) -> Metrics:
@@ -51,6 +55,8 @@ class Assembly:
 def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
     """Build the problem, the method and the clients of an experiment for one seed."""
     objective, seed = experiment.problem, experiment.run.seed if seed is None else seed
+    if isinstance(experiment, OwnExperiment):
+        return _own(experiment, seed)
     if isinstance(objective, Labelled):
         prepared = prepare(experiment.data, experiment.partition, seed)
         return labelled(experiment, prepared, prepared.positive_rate, seed)
@@ -80,6 +86,8 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
 
 def method(experiment: Experiment) -> Algorithm[Any, Any]:
     """Build the method of an experiment, with its server."""
+    if isinstance(experiment, OwnExperiment):
+        return experiment.method()
     if not experiment.algorithm.name:
         raise NestfedError("The experiment has no algorithm: set algorithm.name, or use `compare --algorithms`.")
     return _served(experiment.algorithm, experiment.server)
@@ -94,6 +102,27 @@ def warm_up_method(experiment: Experiment) -> Algorithm[Any, Any] | None:
 def _served(spec: AlgorithmSpec, server: ServerSpec) -> Algorithm[Any, Any]:
     made = algorithms.build(spec.name, **hyper_parameters(spec))
     return made.served_by(algorithms.build_server(server.name, **server.hyper)) if server.name else made
+
+
+def _own(experiment: OwnExperiment, seed: int) -> Assembly:
+    """Return the user's own objects."""
+    given, name = experiment.given, experiment.algorithm.name
+    test, validation = given.evaluate, given.validate
+    return Assembly(
+        given.problem_of(name, seed),
+        experiment.method(),
+        given.clients_of(name, seed),
+        partial(_measured, "evaluate", test),
+        given.metric,
+        None if validation is None else partial(_measured, "validate", validation),
+        None,
+        test.scored if isinstance(test, models.HeldOut) and test.binary else None,
+        validation.scored if isinstance(validation, models.HeldOut) else None,
+    )
+
+
+def _measured(name: str, function: Callable[[Any], Any], model: Any) -> Metrics:
+    return named_numbers(name, function(model))
 
 
 def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) -> Assembly:
@@ -133,8 +162,10 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
     on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds)
     validation = None if prepared.validation is None else partial(on, held=prepared.validation)
     ranks = partial(scored, prepared=prepared, held=prepared.test, device=device) if binary else None
+    held = prepared.validation
+    validated = None if held is None else partial(scored, prepared=prepared, held=held, device=device)
     test, metric = partial(on, held=prepared.test), objective.metric(prepared.classes)
-    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, warm_up)
+    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, validated, warm_up)
 
 
 def evaluate(

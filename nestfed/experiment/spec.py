@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nestfed.core import EXPERIMENTS, NestfedError, Power, one_of, unknown, whole
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
@@ -105,6 +105,12 @@ class Experiment:
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The tables as written, to override them and to record them."""
 
+    portable: ClassVar[bool] = True
+    """Whether another process can build it from its tables."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_tables, (copy.deepcopy(dict(self.source)),)
+
     def __post_init__(self) -> None:
         if self.run.sites == "alone" and self.evaluation.keep != "last":
             raise NestfedError("run.sites = 'alone' keeps each client's last model: set evaluation.keep = 'last'.")
@@ -181,10 +187,20 @@ class Experiment:
             tables[section] = _merged(section, keep, table)
         return from_tables(tables)
 
+    def steps(self) -> tuple[str, ...]:
+        """Return the names of the method's step sizes."""
+        from nestfed.algorithms import METHODS
+
+        return METHODS[self.algorithm.name].steps
+
     def grid(self, name: str) -> dict[str, Any]:
         """Return the values to tune by dotted setting; a name without a section is a hyper-parameter."""
         given = self.methods.get(name, {}).get("tune", {})
         return {key if "." in key else f"algorithm.{key}": values for key, values in given.items()}
+
+    def alone(self) -> Experiment:
+        """Return the experiment without its other methods."""
+        return from_tables({k: v for k, v in self.source.items() if k != "methods"})
 
     def _with_algorithm(self, name: str) -> Experiment:
         """Return the experiment with another algorithm, which keeps the hyper-parameters that both have."""
@@ -477,13 +493,18 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = override.partition("=")
         if not equals:
             raise NestfedError(f"{override!r} is not a setting; write section.name=value.")
-        try:
-            changes[key] = tomllib.loads(f"v = {text}")["v"]
-        except tomllib.TOMLDecodeError:
-            changes[key] = text
-        except RecursionError as error:
-            raise NestfedError(f"{key} is nested too deeply.") from error
+        changes[key] = parse_value(key, text)[0]
     return changes
+
+
+def parse_value(key: str, text: str) -> tuple[Any, bool]:
+    """Return a value in TOML and true, or else plain text and false."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"], True
+    except tomllib.TOMLDecodeError:
+        return text, False
+    except RecursionError as error:
+        raise NestfedError(f"{key} is nested too deeply.") from error
 
 
 def hyper_parameters(spec: AlgorithmSpec) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nestfed import metrics
-from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
+from nestfed.core import Algorithm, Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine import probe
 from nestfed.engine.federation import Failing, Federation
 from nestfed.engine.local import Local
@@ -118,10 +118,11 @@ def simulate(
     - `progress`: show a progress bar; None = only on a terminal.
     """
     require_locks()
-    _check(problem, method, rounds, q, evaluation, exchange, evaluate is not None or measure is not None)
+    judged = evaluate is not None or measure is not None
+    _check(problem, method, rounds, q, seed, evaluation, exchange, execution, judged)
     clients = as_clients(clients)
     exchange.check(_some(clients, method))
-    device = torch.device(execution.device)
+    device = _available(execution.device)
     group = Group.join(device)
     problem.to(device)
     clients = clients.seeded(seed).to(device)
@@ -158,6 +159,17 @@ def simulate(
             x, problem.module(x), book.history, dict(state.shared), dict(federation.own()), _profile(book.laps),
             statement, dict(state.tables), points, [] if points is None else [problem.module(own) for own in points],
         )  # fmt: skip
+
+
+def _available(name: str) -> torch.device:
+    """Return a device of this machine."""
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise NestfedError(
+            f"execution.device = {name!r} is not available here: {str(error).splitlines()[0].rstrip('.')}."
+        ) from error
+    return torch.device(name)
 
 
 def _start(problem: Problem, x0: Tensor | None) -> Tensor:
@@ -274,13 +286,20 @@ def _federation(
 
 
 def _check(
-    problem: Problem, method: AnyAlgorithm, rounds: int, q: int, evaluation: Evaluation, exchange: Exchange,
-    evaluated: bool,
+    problem: Problem, method: AnyAlgorithm, rounds: int, q: int, seed: int, evaluation: Evaluation,
+    exchange: Exchange, execution: Execution, evaluated: bool,
 ) -> None:  # fmt: skip
     """Reject invalid arguments before any work starts."""
+    if not isinstance(method, Algorithm):
+        raise NestfedError(f"The method must be an object such as FedAvg(eta=0.1), not {method!r}.")
     refuse_mismatch(problem, method)
     whole("rounds", rounds, 0)
     whole("q", q)
+    whole("seed", seed, 0)
+    for kind, options in ((Evaluation, evaluation), (Exchange, exchange), (Execution, execution)):
+        if not isinstance(options, kind):
+            name = kind.__name__
+            raise NestfedError(f"{name.lower()} must be an object such as {name}(), not {options!r}.")
     if evaluation.keep == "best":
         if not evaluated:
             raise NestfedError("evaluation.keep = 'best' needs a metric: pass evaluate or measure.")

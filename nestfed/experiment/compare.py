@@ -15,7 +15,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.experiment.run import DIVERGED, Job, run_jobs
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.tune import tune
-from nestfed.files import locked, make_directory
+from nestfed.files import locked, make_directory, reject_foreign
 from nestfed.report.summary import MethodResult
 
 LOG = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def compare(
     if seeds < 1:
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
     how: dict[str, Any] = {"trials": trials, "rounds": trial_rounds, "stopping": stopping, "seeds": trial_seeds}
+    reject_foreign(out, "comparison or tuning", "trials.log", "*/seed-*", "*/trial-*")
     with locked(make_directory(out)):
         metric, tuned = tune(experiment, methods, out, workers=workers, tell=tell, **how)
         chosen = {name: tuned[name].chosen for name in methods}

@@ -67,6 +67,17 @@ def make_directory(path: Path) -> Path:
     return path
 
 
+def reject_foreign(directory: Path, what: str, *marks: str) -> None:
+    """Reject a directory whose content is something else: not empty, and without a file that matches one of the marks."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise NestfedError(f"{directory} is a file; choose another directory with --out.")
+    held = any(not p.name.startswith(".") for p in directory.iterdir())  # ignore temporary files of a killed process
+    if held and not any(any(directory.glob(mark)) for mark in marks):
+        raise NestfedError(f"{directory} is not empty and contains no {what}; choose another directory with --out.")
+
+
 def sweep(directory: Path) -> None:
     """Delete the partial files of a killed process. The caller must hold the directory's lock."""
     for leftover in directory.glob(".*.tmp"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Clients, Data, NestfedError, as_clients
+from nestfed.core import Clients, Data, NestfedError, as_clients, whole
 from nestfed.data.random import Purpose, Streams
 
 Size = int | Callable[[int], int]
@@ -23,7 +23,7 @@ Size = int | Callable[[int], int]
 
 def size_at(size: Size, t: int) -> int:
     """Return a batch size at iteration t."""
-    return size(t) if callable(size) else size
+    return whole("A batch size", size(t) if callable(size) else size)
 
 
 def every(period: int, large: int, small: int) -> Callable[[int], int]:
@@ -210,6 +210,13 @@ class Paced(Clients):
         self.clients.close()
 
 
+def _reject_other_labels(clients: _Held) -> None:
+    """Reject labels other than 0 and 1."""
+    found = [v for v in clients.arrays[1].unique().tolist() if v not in (0, 1)]
+    if found:
+        raise NestfedError(f"{type(clients).__name__} needs labels 0 and 1, not {found[0]:g}.")
+
+
 @dataclass(frozen=True)
 class Examples(_Held):
     """Clients that draw plain batches: a tuple of the arrays' rows, without replacement within a batch.
@@ -246,6 +253,7 @@ class Balanced(_Held):
     def __post_init__(self) -> None:
         super().__post_init__()
         p = mean_rate(self.arrays[1], self.parts) if self.p is None else self.p
+        _reject_other_labels(self)
         if not 0 < p < 1:
             raise NestfedError("Balanced needs positives and negatives: all examples are of one class.")
         labels = self.arrays[1].cpu().numpy()
@@ -301,8 +309,7 @@ class Pairs(_Held):
     def __post_init__(self) -> None:
         super().__post_init__()
         labels = self.arrays[1].cpu().numpy()
-        if not np.isin(labels, (0, 1)).all():
-            raise NestfedError("Pairs needs labels 0 and 1.")
+        _reject_other_labels(self)
         if self.inner < 2:
             raise NestfedError(f"The inner batch needs at least 2 examples, not {self.inner}.")
         positives = self.inner // 2 if self.inner_positives is None else self.inner_positives

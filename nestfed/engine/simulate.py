@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nestfed import metrics
 from nestfed.algorithms.buffered import BUFFERS, with_buffers
-from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
+from nestfed.core import Algorithm, Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine import checkpoint, probe
 from nestfed.engine.federation import Failing, Federation
 from nestfed.engine.local import Local
@@ -127,13 +127,12 @@ def simulate(
     whole("rounds", rounds, 0)
     warm = warm_up if warm_up is not None and warm_up.rounds else None
     before = warm.rounds if warm is not None else 0
-    _check(
-        problem, method, max(rounds - before, 0), q, evaluation, exchange, evaluate is not None or measure is not None
-    )
+    judged = evaluate is not None or measure is not None
+    _check(problem, method, max(rounds - before, 0), q, seed, evaluation, exchange, execution, judged)
     method = with_buffers(problem, method, evaluation.keep)
     clients = as_clients(clients)
     exchange.check(_some(clients, method))
-    device = torch.device(execution.device)
+    device = _available(execution.device)
     group = Group.join(device)
     problem.to(device)
     clients = clients.seeded(seed).to(device)
@@ -311,6 +310,17 @@ def _warm_part(warm: WarmUp, own: _Part) -> _Part:
     )
 
 
+def _available(name: str) -> torch.device:
+    """Return a device of this machine."""
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise NestfedError(
+            f"execution.device = {name!r} is not available here: {str(error).splitlines()[0].rstrip('.')}."
+        ) from error
+    return torch.device(name)
+
+
 def _start(problem: Problem, x0: Tensor | None) -> Tensor:
     """Return the starting point: the user's, or the model's own parameters."""
     if x0 is None:
@@ -439,12 +449,19 @@ def _federation(
 
 
 def _check(
-    problem: Problem, method: AnyAlgorithm, rounds: int, q: int, evaluation: Evaluation, exchange: Exchange,
-    evaluated: bool,
+    problem: Problem, method: AnyAlgorithm, rounds: int, q: int, seed: int, evaluation: Evaluation,
+    exchange: Exchange, execution: Execution, evaluated: bool,
 ) -> None:  # fmt: skip
     """Reject invalid arguments before any work starts."""
+    if not isinstance(method, Algorithm):
+        raise NestfedError(f"The method must be an object such as FedAvg(eta=0.1), not {method!r}.")
     refuse_mismatch(problem, method)
     whole("q", q)
+    whole("seed", seed, 0)
+    for kind, options in ((Evaluation, evaluation), (Exchange, exchange), (Execution, execution)):
+        if not isinstance(options, kind):
+            name = kind.__name__
+            raise NestfedError(f"{name.lower()} must be an object such as {name}(), not {options!r}.")
     if evaluation.keep == "best":
         if not evaluated:
             raise NestfedError("evaluation.keep = 'best' needs a metric: pass evaluate or measure.")

@@ -27,7 +27,7 @@ from nestfed.engine.run_directory import Interrupted
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import Assembly, assemble
 from nestfed.experiment.spec import Experiment, identity
-from nestfed.files import locked, make_directory, write_atomically, write_model
+from nestfed.files import locked, make_directory, reject_foreign, write_atomically, write_model
 from nestfed.metrics import find
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
@@ -55,6 +55,7 @@ def resamples(out: Path, step: int) -> list[float]:
 
 def claim(out: Path, experiment: Experiment) -> None:
     """Create a run's directory, or reject one that belongs to another experiment."""
+    reject_foreign(out, "run", "experiment.json")
     path = make_directory(out) / "experiment.json"
     settings = json.dumps(experiment.resolved(), indent=2, sort_keys=True)
     if path.exists():
@@ -64,8 +65,6 @@ def claim(out: Path, experiment: Experiment) -> None:
             raise NestfedError(f"{path} cannot be read: {error}.") from error
         if identity(held) != identity(json.loads(settings)):
             raise NestfedError(f"{out} contains another experiment; choose another directory with --out.")
-    elif any(not p.name.startswith(".") for p in out.iterdir()):  # ignore temporary files of a killed process
-        raise NestfedError(f"{out} is not empty and contains no run; choose another directory with --out.")
     else:
         write_atomically(path, settings.encode())
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from nestfed.core import EXPERIMENTS, NestfedError, Power, one_of, unknown, whole
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 from nestfed.experiment.prepare import DataSpec, PartitionSpec
+from nestfed.metrics import find
 from nestfed.problems import OBJECTIVES
 from nestfed.problems.objective import Objective
 
@@ -44,6 +45,8 @@ class RunSpec:
     """federated, or alone: each client trains alone, and the metrics are averaged."""
 
     def __post_init__(self) -> None:
+        whole("run.rounds", self.rounds, 0)
+        whole("run.q", self.q)
         one_of("run.sites", self.sites, ("federated", "alone"))
 
 
@@ -112,6 +115,8 @@ class Experiment:
         return from_tables, (copy.deepcopy(dict(self.source)),)
 
     def __post_init__(self) -> None:
+        if self.evaluation.metric:
+            find(self.evaluation.metric)
         if self.run.sites == "alone" and self.evaluation.keep != "last":
             raise NestfedError("run.sites = 'alone' keeps each client's last model: set evaluation.keep = 'last'.")
         if self.run.sites == "alone" and self.warm_up.rounds:

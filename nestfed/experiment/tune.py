@@ -38,7 +38,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import assemble
 from nestfed.experiment.run import TUNING_SEED, Job, resamples, run_jobs
 from nestfed.experiment.spec import Experiment
-from nestfed.files import locked, make_directory, write_atomically
+from nestfed.files import locked, make_directory, reject_foreign, write_atomically
 from nestfed.metrics import find
 from nestfed.report.summary import in_words
 
@@ -418,6 +418,7 @@ def tune(
             found[name] = Tuned(name, start)
         elif made.validation is None:
             raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
+    reject_foreign(out, "comparison or tuning", "trials.log", "*/seed-*", "*/trial-*")
     with locked(make_directory(out)):
         searches = [
             _open(experiment, n, variants[n], _on_validation(metrics[n]), out, trials, stopping, seeds)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from nestfed import theory
 from nestfed.algorithms import METHODS
 from nestfed.algorithms import build as build_method
-from nestfed.core import Algorithm, DivergedError, NestfedError, __version__
+from nestfed.core import Algorithm, DivergedError, NestfedError, __version__, whole
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.engine.round import Record
 from nestfed.engine.simulate import Result, simulate
 from nestfed.engine.warm_up import WarmUp
-from nestfed.files import write_model
+from nestfed.files import make_directory, write_model
 from nestfed.models import build
 from nestfed.study import advice
 from nestfed.study.sites import DataError
@@ -158,6 +158,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
 
         - `warm_up`: returns the warm-up; it divides its automatic step size by its argument.
         """
+        whole("rounds", self.rounds)
         tried: list[Any] = []
         while True:
             self.method_ = self._method(problem, clients, seed, SHRINK ** len(tried))
@@ -199,8 +200,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
     def save(self, directory: str | Path) -> Path:
         """Write model.safetensors and estimator.json, without pickle."""
         check_is_fitted(self)
-        place = Path(directory)
-        place.mkdir(parents=True, exist_ok=True)
+        place = make_directory(Path(directory))
         write_model(place / "model.safetensors", self.module_, None)
         saved = {
             "format": FORMAT,

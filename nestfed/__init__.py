@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         FedNova,
         FedProx,
         FedRep,
+        FeDXL1,
+        FeDXL2,
         FedYogi,
         LocalBSGD,
         LocalMOML,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
-    from nestfed.data.clients import Balanced, Examples, Paced, Pairs
+    from nestfed.data.clients import Balanced, CrossPairs, Examples, Paced, Pairs
     from nestfed.data.loaders import Loaders
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
+    from nestfed.problems.paired import PairedAP, PairedAUROC
     from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
 # Looked up when first used: `import nestfed` and the command line's help need no torch.
@@ -83,6 +86,8 @@ _NAMES = {
         "FCSG",
         "FCSGM",
         "FMGDA",
+        "FeDXL1",
+        "FeDXL2",
         "FedAMS",
         "FedAdagrad",
         "FedAdam",
@@ -114,6 +119,7 @@ _NAMES = {
     ),
     "nestfed.data.clients": (
         "Balanced",
+        "CrossPairs",
         "Examples",
         "Paced",
         "Pairs",
@@ -139,6 +145,10 @@ _NAMES = {
     "nestfed.problems.auprc": ("AUPRC",),
     "nestfed.problems.auroc": ("AUROC",),
     "nestfed.problems.classify": ("Classify",),
+    "nestfed.problems.paired": (
+        "PairedAP",
+        "PairedAUROC",
+    ),
     "nestfed.study": (
         "FederatedAUC",
         "FederatedAUPRC",
@@ -176,11 +186,14 @@ __all__ = [
     "Classify",
     "Compositional",
     "Conditional",
+    "CrossPairs",
     "Ditto",
     "Evaluation",
     "Examples",
     "Exchange",
     "Execution",
+    "FeDXL1",
+    "FeDXL2",
     "FedAMS",
     "FedAdagrad",
     "FedAdam",
@@ -211,6 +224,8 @@ __all__ = [
     "NaiveAdaptive",
     "NestfedError",
     "Paced",
+    "PairedAP",
+    "PairedAUROC",
     "Pairs",
     "Result",
     "Scaffold",

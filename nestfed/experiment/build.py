@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nestfed import algorithms, models
 from nestfed.core import OBJECTIVES, Algorithm, Metric, NestfedError
+from nestfed.data.clients import Totals
 from nestfed.data.partition import Summary
 from nestfed.experiment.prepare import Held, Prepared, prepare
 from nestfed.experiment.spec import Experiment, hyper_parameters
@@ -81,8 +82,12 @@ def method(experiment: Experiment) -> Algorithm[Any, Any]:
     return made.served_by(algorithms.build_server(server.name, **server.hyper)) if server.name else made
 
 
-def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) -> Assembly:
-    """Build the objects from prepared examples; p is the mean share of positives over all clients."""
+def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, totals: Totals | None = None) -> Assembly:
+    """Build the objects from prepared examples.
+
+    - `p`: the mean share of positives over all clients.
+    - `totals`: the rows of all clients; None = those of the prepared parts.
+    """
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
     binary = prepared.classes == 2
@@ -101,6 +106,7 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
         names=prepared.names,
         transform=prepared.transform,
         seed=seed,
+        **({"totals": totals} if objective.counted else {}),
     )
     device = experiment.execution.device
     on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds)

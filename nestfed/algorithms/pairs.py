@@ -36,7 +36,7 @@ def _passive(table: Tensor, fresh: Tensor, count: int, k: int, batch: Batch, str
         return Passive(rows[:, :-1].expand(count, -1, -1), share.expand(count, -1))
     until = chance.double().cumsum(0)
     place = torch.searchsorted(until, uniform(batch.key, (count, k), stream) * until[-1], right=True)
-    share = torch.where(until[-1] > 0, 1 / k, 0.0).to(table.dtype)
+    share = (until[-1] > 0).to(table.dtype) / k
     return Passive(rows[place.clamp(max=len(rows) - 1), :-1], share.expand(count, k))
 
 
@@ -216,7 +216,7 @@ class FeDXL2(_Crossing[CrossedStates]):
             others = Passive(own, share.expand(len(h1), -1))
         value, real = _compared(problem, h1, others), drawn.first > 0
         u, table, met = self._refreshed(s, drawn.rows, value, real & (others.share.sum(1) > 0), t)
-        known = real & (met[drawn.rows] > 0)
+        known = real & ((met[drawn.rows] > 0) | problem.linear)  # a linear f does not depend on u
         safe = torch.where(known[:, None], u, 1)  # f may be undefined at 0
         x, m, loss = s.x, s.m, None
         if t > 0:
@@ -243,4 +243,4 @@ class FeDXL2(_Crossing[CrossedStates]):
         c = torch.where(met > 0, torch.full_like(met, first(self.gamma, t)), 1.0) * now
         u = (1 - c)[:, None] * s.u[rows] + c[:, None] * value
         table = s.u.scatter(0, rows[:, None].expand_as(u), u)
-        return u, table, s.met.scatter(0, rows, torch.where(now, 1.0, met))
+        return u, table, s.met.scatter(0, rows, torch.where(now, torch.ones_like(met), met))

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         FedNova,
         FedProx,
         FedRep,
+        FeDXL1,
+        FeDXL2,
         FedYogi,
         LocalBSGD,
         LocalMOML,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
-    from nestfed.data.clients import Balanced, Examples, Paced, Pairs
+    from nestfed.data.clients import Balanced, CrossPairs, Examples, Paced, Pairs
     from nestfed.data.loaders import Loaders
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
+    from nestfed.problems.paired import PairedAP, PairedAUROC
     from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
 # Looked up when first used: `import nestfed` and the command line's help need no torch.
@@ -85,6 +88,8 @@ _NAMES = {
         "FCSG",
         "FCSGM",
         "FMGDA",
+        "FeDXL1",
+        "FeDXL2",
         "FedAMS",
         "FedAdagrad",
         "FedAdam",
@@ -116,6 +121,7 @@ _NAMES = {
     ),
     "nestfed.data.clients": (
         "Balanced",
+        "CrossPairs",
         "Examples",
         "Paced",
         "Pairs",
@@ -147,6 +153,10 @@ _NAMES = {
     "nestfed.problems.auprc": ("AUPRC",),
     "nestfed.problems.auroc": ("AUROC",),
     "nestfed.problems.classify": ("Classify",),
+    "nestfed.problems.paired": (
+        "PairedAP",
+        "PairedAUROC",
+    ),
     "nestfed.study": (
         "FederatedAUC",
         "FederatedAUPRC",
@@ -184,11 +194,14 @@ __all__ = [
     "Classify",
     "Compositional",
     "Conditional",
+    "CrossPairs",
     "Ditto",
     "Evaluation",
     "Examples",
     "Exchange",
     "Execution",
+    "FeDXL1",
+    "FeDXL2",
     "FedAMS",
     "FedAdagrad",
     "FedAdam",
@@ -219,6 +232,8 @@ __all__ = [
     "NaiveAdaptive",
     "NestfedError",
     "Paced",
+    "PairedAP",
+    "PairedAUROC",
     "Pairs",
     "Result",
     "Scaffold",

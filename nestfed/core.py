@@ -600,6 +600,57 @@ class Composed(Differentiable):
         """Return the k indices of the batch's tasks among the client's tasks."""
 
 
+class Drawn(NamedTuple):
+    """The rows of a batch of a `Paired` problem: b1 of S1 and b2 of S2."""
+
+    rows: Tensor
+    """The number of each S1 row among the client's own S1 rows, (b1,); rows without weight have the last number."""
+    first: Tensor
+    """The weights of the S1 rows, (b1,): the mean over a batch of weight·value, and then over clients, estimates the
+    objective. A row that only fills the batch has weight 0."""
+    second: Tensor
+    """The weights of the S2 rows, (b2,)."""
+    marks: Tensor
+    """What ℓ needs of the S2 rows besides their scores, (b2, marks)."""
+
+
+class Paired(Differentiable):
+    """F(x) = mean over z ∈ S1 of f(mean over z' ∈ S2 of ℓ(h(x; z), h(x; z'))), S1 and S2 over all clients together.
+
+    `grad` compares the rows of a client with its own. FeDXL compares them with those of all clients: then methods call
+    `scores`, `pair` and `outer`, and count the evaluation (`Batch.note`).
+    """
+
+    kinds = "Paired, such as PairedAUROC"
+    inner_dim: int = 1
+    """The number of values of ℓ."""
+    marks: int = 0
+    """The numbers that ℓ needs of an S2 row besides its score, such as its label."""
+    linear: bool = False
+    """f is linear."""
+    rows: int = 0
+    """The numbers that S1 rows of a client may have (`Drawn.rows`): 0 … rows−1; 0 = unknown."""
+
+    @abstractmethod
+    def scores(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+        """Return h of the S1 rows, (b1,), of the S2 rows, (b2,), and the pullback (v, v') ↦ ∇(vᵀh + v'ᵀh')."""
+
+    @abstractmethod
+    def drawn(self, batch: Batch) -> Drawn:
+        """Return the numbers, weights and marks of the batch's rows."""
+
+    @abstractmethod
+    def pair(self, first: Tensor, second: Tensor, marks: Tensor) -> Tensor:
+        """Return ℓ of scores of S1 and S2, of shape (…), with the marks of the latter, (…, marks): (…, inner_dim).
+
+        Written in torch, so that methods can differentiate it, like `outer`.
+        """
+
+    @abstractmethod
+    def outer(self, u: Tensor) -> Tensor:
+        """Return f(u), from (…, inner_dim) to (…)."""
+
+
 class Saddle(Problem):
     """min over θ, max over w of F(θ, w): `Minimax`."""
 
@@ -720,7 +771,7 @@ class Algorithm(ABC, Generic[P, S]):
     """Its clients exchange something; False only for training alone, which costs no bytes."""
 
     family: ClassVar[str] = "plain"
-    """Where `nestfed list` shows it: plain, conditional, compositional or minimax."""
+    """Where `nestfed list` shows it: plain, conditional, compositional, minimax or pairs."""
     cites: ClassVar[tuple[str, ...]] = ()
     """The BibTeX entries to cite."""
     aliases: ClassVar[tuple[str, ...]] = ()

@@ -40,6 +40,7 @@ from nestfed.core import (
     Differentiable,
     Fields,
     NestfedError,
+    Paired,
     Problem,
     Saddle,
     SolvableSaddle,
@@ -256,6 +257,13 @@ def _questions(problem: Problem) -> dict[str, Question]:
         asked["outer_grad"] = lambda at, batch: problem.outer_grad(problem.inner(at[0], batch)[0], batch)
         if _has_tasks(problem):
             asked["which"] = lambda at, batch: problem.which(batch)
+    if isinstance(problem, Paired):
+
+        def scored(at: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, ...]:
+            first, second, pull = problem.scores(at[0], batch)
+            return first, second, pull(torch.ones_like(first), torch.ones_like(second))
+
+        asked["scores"] = scored
     if isinstance(problem, Saddle):
         asked["grads"] = lambda at, batch: problem.grads(at[0], at[1], batch)
     if isinstance(problem, SolvableSaddle):
@@ -286,6 +294,9 @@ def _check_shapes(problem: Any, what: str, name: str, found: Any, points: tuple[
         expected = [rows, tuple(x.shape)] if name == "inner" else [rows]
     if name == "best_dual":
         expected = [tuple(points[1].shape)]
+    if name == "scores":
+        drawn = problem.drawn(Batch(data))
+        expected = [tuple(drawn.first.shape), tuple(drawn.second.shape), tuple(x.shape)]
     for one, shape in zip(_tensors(found), expected, strict=True):
         _require(tuple(one.shape) == shape, f"{what} returns the shape {tuple(one.shape)}, not {shape}.")
         _require(one.dtype == x.dtype, f"{what} returns {one.dtype}, but x is {x.dtype}.")
@@ -364,6 +375,15 @@ def _check_differences(
             for d in directions:
                 change = along(lambda at: problem.inner(at[0], batch())[0], d)
                 agree(f"{kind}.inner's pullback", (linear * d[0]).sum(), (change * v).sum(1).mean())
+        if isinstance(problem, Paired):
+            first, second, back = problem.scores(at[0], batch())
+            v, w = (
+                torch.randn(h.shape, generator=generator, dtype=torch.float64).to(h.device) for h in (first, second)
+            )
+            linear = back(v, w) - problem.scores(at[0], batch())[2](0 * v, 0 * w)
+            for d in directions:
+                change = along(lambda at: torch.cat(problem.scores(at[0], batch())[:2]), d)
+                agree(f"{kind}.scores' pullback", (linear * d[0]).sum(), (change * torch.cat([v, w])).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Clients, Data, NestfedError, as_clients, whole
+from nestfed.core import Clients, Data, NestfedError, as_clients, one_of, whole
 from nestfed.data.random import Purpose, Streams
 
 Size = int | Callable[[int], int]
@@ -348,3 +348,95 @@ class Pairs(_Held):
         )
         outer = (x[:, :b], present[:, None].expand(-1, b))
         return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(kind), inner.to(kind)))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The rows of all clients together, from counts that clients may share."""
+
+    clients: int
+    positives: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class CrossPairs(_Held):
+    """Clients for pairs across clients (`PairedAUROC`, `PairedAP`): `first` positives and `second` others a batch.
+
+    The arrays are (x, y) with y in {0, 1}. S1 are the positives, S2 the negatives, or all rows with `everything`. A batch is
+    ((x, number, weight), (x', y', weight')), no row twice. A client with fewer rows than a batch draws them all; rows
+    with weight 0 fill the batch. `number` counts the client's own S1 rows.
+
+    over: "rows" gives every row of all clients the same weight: a client's mean over Sⁿ counts p_n = N|Sⁿ|/|S|, and a
+        client without rows in S has no such term. "clients" gives every client the same weight.
+    totals: the rows of all clients, where only some are here; None = those of `parts`.
+    """
+
+    first: Size = field(default=8, kw_only=True)
+    second: Size = field(default=8, kw_only=True)
+    everything: bool = field(default=False, kw_only=True)
+    over: str = field(default="rows", kw_only=True)
+    totals: Totals | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("over", self.over, ("rows", "clients"))
+        labels = self.arrays[1].cpu().numpy()
+        if not np.isin(labels, (0, 1)).all():
+            raise NestfedError("CrossPairs needs labels 0 and 1.")
+        held = [(part[labels[part] == 1], part if self.everything else part[labels[part] == 0]) for part in self.parts]
+        totals = self.totals or Totals(len(held), sum(len(s) for s, _ in held), sum(map(len, self.parts)))
+        sizes = totals.positives, totals.rows if self.everything else totals.rows - totals.positives
+        if not min(sizes):
+            raise NestfedError("CrossPairs needs positives and negatives: all examples are of one class.")
+        if self.over == "clients":
+            for n, sides in enumerate(held):
+                if not all(map(len, sides)):
+                    what = "negative" if len(sides[0]) else "positive"
+                    raise NestfedError(
+                        f"Client {self.label(n)} has no {what} examples and would contribute nothing to the pool, so over = "
+                        "'clients' would give the two halves of a pairwise direction different objectives: use over = 'rows'."
+                    )
+        shares = [
+            [totals.clients * len(s) / size if self.over == "rows" else 1.0 for s, size in zip(sides, sizes)]
+            for sides in held
+        ]
+        object.__setattr__(self, "_held", held)
+        object.__setattr__(self, "_shares", shares)
+
+    @property
+    def rows(self) -> int:
+        """One more than the largest number of S1 rows of a client: what a problem with one state per S1 row needs."""
+        return 1 + max(len(first) for first, _ in self._held)  # type: ignore[attr-defined]
+
+    def _positions(self, n: int, t: int) -> list[np.ndarray]:
+        """Draw client n's rows of S1 and S2, as positions among its own."""
+        streams: Streams = self._streams  # type: ignore[attr-defined]
+        return [
+            without_replacement(streams.at(purpose, n, t), len(own), min(size_at(size, t), len(own)))
+            for purpose, own, size in zip((Purpose.BATCH, Purpose.INNER), self._held[n], (self.first, self.second))  # type: ignore[attr-defined]
+        ]
+
+    def indices(self, n: int, t: int) -> np.ndarray:
+        """Draw S1 rows, then S2 rows; repeat any row to fill the batch."""
+        filled = []
+        for own, chosen, size in zip(self._held[n], self._positions(n, t), (self.first, self.second)):  # type: ignore[attr-defined]
+            filled += [own[chosen], np.repeat(self.parts[n][:1], size_at(size, t) - len(chosen))]
+        return np.concatenate(filled)
+
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
+        """Add the numbers of the S1 rows, and the weights."""
+        x, y = gathered
+        kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        sizes = size_at(self.first, t), size_at(self.second, t)
+        numbers = np.full((len(ns), sizes[0]), self.rows - 1)
+        weights = [np.zeros((len(ns), size)) for size in sizes]
+        for i, n in enumerate(ns):
+            chosen = self._positions(n, t)
+            numbers[i, : len(chosen[0])] = chosen[0]
+            for side in (0, 1):
+                k = len(chosen[side])
+                weights[side][i, :k] = self._shares[n][side] * sizes[side] / max(k, 1)  # type: ignore[attr-defined]
+        first, second = (torch.from_numpy(w).to(x.device, kind) for w in weights)
+        b = sizes[0]
+        return (x[:, :b], torch.from_numpy(numbers).to(x.device), first), (x[:, b:], y[:, b:].to(kind), second)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestfed.core import DivergedError, Fields, Metric, NestfedError, Problem
+from nestfed.core import DivergedError, Fields, Metric, NestfedError, Paired, Problem
 from nestfed.engine.options import Exchange
 from nestfed.engine.privacy import Noise
 from nestfed.engine.program import TAP, AnyAlgorithm, Span
@@ -300,6 +300,11 @@ class Rules:
             raise NestfedError(
                 f"exchange.privacy adds noise to sums, but {self.method.name} hands {', '.join(self.method.gathered)} of "
                 "single clients to everybody, so ε would be a false promise: leave privacy out or choose another method."
+            )
+        if isinstance(self.problem, Paired) and self.method.gathered and self.exchange.weights != "equal":
+            raise NestfedError(
+                f"exchange.weights must be 'equal' for {self.method.name}: the batches weight pairs already "
+                "(problem.over), and other weights would give the two halves of its direction different objectives."
             )
 
 

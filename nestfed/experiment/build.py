@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nestfed import algorithms, models
 from nestfed.core import OBJECTIVES, Algorithm, Metric, NestfedError
+from nestfed.data.clients import Totals
 from nestfed.data.partition import Summary
 from nestfed.engine.simulate import named_numbers
 from nestfed.engine.warm_up import WarmUp
@@ -125,8 +126,12 @@ def _measured(name: str, function: Callable[[Any], Any], model: Any) -> Metrics:
     return named_numbers(name, function(model))
 
 
-def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) -> Assembly:
-    """Build the objects from prepared examples; p is the mean share of positives over all clients."""
+def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, totals: Totals | None = None) -> Assembly:
+    """Build the objects from prepared examples.
+
+    - `p`: the mean share of positives over all clients.
+    - `totals`: the rows of all clients; None = those of the prepared parts.
+    """
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
     binary = prepared.classes == 2
@@ -149,6 +154,7 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
             names=prepared.names,
             transform=prepared.transform,
             seed=seed,
+            **({"totals": totals} if objective.counted else {}),
         )
 
     problem, clients = build(objective, algorithm)

@@ -392,7 +392,7 @@ class Compositional(Direct, Composed):
             return self.g(model, sample.data[1]), self.penalised(y.new_zeros(()), model)
 
         with self.evaluating(sample):
-            (u, extra), pull = _vjp(value, x, self._eager(sample))
+            (u, extra), pull = vjp(value, x, self._eager(sample))
         if u.shape != (self.inner_dim,):
             raise NestfedError(f"g must return {self.inner_dim} values (inner_dim), not shape {tuple(u.shape)}.")
         sample.note(leading(sample.data[1]))
@@ -414,9 +414,10 @@ class Compositional(Direct, Composed):
         return torch.zeros(1, dtype=torch.long, device=self.x0.device)
 
 
-def _vjp(
+def vjp(
     function: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, eager: bool
 ) -> tuple[tuple[Tensor, Tensor], Callable[[tuple[Tensor, Tensor]], Tensor]]:
+    """Return the two values of a function, and its pullback."""
     if not eager:
         found = torch.func.vjp(function, x)
         return found[0], lambda cotangents: found[1](cotangents)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -277,6 +278,16 @@ class KeyedDropout(TorchFunctionMode):
         bits = _mix(_mix(position + (self.calls << 40)) ^ self.key)
         kept = ((bits >> 24) & 0xFFFFFF) >= round(p * 2**24)
         return x * kept.to(x.dtype) / (1 - p)
+
+
+def uniform(key: Tensor, shape: tuple[int, ...], stream: int) -> Tensor:
+    """Return numbers in [0, 1), float64, as a pure function of (key, stream, index of the element).
+
+    They are independent of the dropout masks of the same key.
+    """
+    position = torch.arange(math.prod(shape), device=key.device).view(shape)
+    bits = _mix(_mix(position + (stream << 40) + (1 << 62)) ^ key)
+    return ((bits >> 20) & 0xFFFFFFFFFFF).double() / 2**44
 
 
 def _mix(h: Tensor) -> Tensor:

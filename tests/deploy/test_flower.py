@@ -65,15 +65,20 @@ def only_what_is_declared_leaves(name: str, grid: LocalGrid, bytes_up: int) -> N
     template = method(name).init(setting(name).problem, setting(name).problem.x0)
     fields = {k: ("float64", tuple(getattr(template, k).shape)) for k in METHODS[name].shared}
     stamp = {"protocol", "version", "digest"}
+    tables, gathered = ({"tables"}, {"gathered"}) if METHODS[name].gathered else (set(), set())
     sent = 0
     for _, order, reply in shipped(grid, "train"):
-        assert set(order.content) - {"plan", "scaling"} == {"order", "shared"}
+        assert set(order.content) - {"plan", "scaling"} == {"order", "shared"} | tables
         assert payload(order.content["shared"]) == fields
-        assert set(reply.content) == {"answer", "fields", "report"}
+        assert set(reply.content) == {"answer", "fields", "report"} | gathered
         assert payload(reply.content["fields"]) == fields
         assert set(reply.content["report"]) | {"loss"} == {"loss", "moved", "examples"}  # a problem may note no loss
         assert set(reply.content["answer"]) == stamp | {"token", "client", "round"}
         sent += sum(a.numpy().nbytes for a in reply.content["fields"].values())
+        if gathered:
+            assert set(order.content["tables"]) == {*METHODS[name].gathered.values(), "fresh"}
+            assert set(reply.content["gathered"]) == set(METHODS[name].gathered)
+            sent += sum(a.numpy().nbytes for a in reply.content["gathered"].values())
     assert sent == bytes_up
     for _, _, reply in shipped(grid, "query.hello"):
         assert set(reply.content) == {"site", "sums"}

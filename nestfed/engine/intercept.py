@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nestfed.core import Batch, Composed, Differentiable, Problem, Saddle, SolvableSaddle
+from nestfed.core import Batch, Composed, Differentiable, Problem, Saddle, SolvableSaddle, Tracked
 from nestfed.engine.round import Reply
 
 P = TypeVar("P", bound=Problem)
@@ -18,6 +18,7 @@ Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 EVALUATIONS: Mapping[Any, tuple[str, ...]] = {
     Differentiable: ("grad",),
     Composed: ("inner", "outer_grad"),
+    Tracked: ("tracked_grad",),
     Saddle: ("grads",),
     SolvableSaddle: ("best_dual",),
 }

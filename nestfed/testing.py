@@ -42,8 +42,8 @@ from nestfed.core import (
     Problem,
     Saddle,
     SolvableSaddle,
-    Tracked,
     Tape,
+    Tracked,
     as_clients,
 )
 from nestfed.data.random import Purpose, Streams

@@ -122,7 +122,5 @@ class AUPRCOptions(Labelled):
             inner_positives=self.inner_positives or None,
             **held,
         )
-        problem = AUPRC(
-            model, margin=self.margin, clip=self.clip or None, outer_examples=clients.outer_examples
-        )
+        problem = AUPRC(model, margin=self.margin, clip=self.clip or None, outer_examples=clients.outer_examples)
         return problem, clients

@@ -29,21 +29,21 @@ def limit(toy: toys.OwnExamples, method: Any) -> Tensor:
         seen.append(shared["x"].clone())
         return {}
 
-    simulate(toy.problem, method, toy.clients, rounds=1500, q=1, seed=1, measure=measure, mode="vmap", progress=False)
-    return torch.stack(seen[500:]).mean(0)
+    simulate(toy.problem, method, toy.clients, rounds=120, q=5, seed=1, measure=measure, mode="loop", progress=False)
+    return torch.stack(seen[30:]).mean(0)
 
 
 def test_it_finds_the_optimum_where_fcsg_m_does_not() -> None:
     """With one inner sample: the limit of FCSG-M has the bias σ², that of SOX γσ²; both are known exactly."""
-    toy = toys.OwnExamples(sigma=1.0, inner=1, outer=3)
+    toy = toys.OwnExamples(N=1, sigma=1.0, inner=1, outer=6)
     truth, gamma = toy.minimiser, 0.05
     away = float((toy.limit(1.0) - truth).norm())
-    assert away > 0.4
-    biased, tracked = limit(toy, FCSGM(0.02, 0.5)), limit(toy, SOX(0.02, 0.5, gamma))
-    assert float((biased - toy.limit(1.0)).norm()) < 0.05
+    assert away > 1
+    biased, tracked = limit(toy, FCSGM(0.05, 0.5)), limit(toy, SOX(0.05, 0.5, gamma))
+    assert float((biased - toy.limit(1.0)).norm()) < 0.05 * away
     assert float((biased - truth).norm()) > 0.8 * away
-    assert float((tracked - truth).norm()) < 0.15 * away
-    assert float((tracked - toy.limit(gamma)).norm()) < 0.1 * away
+    assert float((tracked - truth).norm()) < 0.2 * away
+    assert float((tracked - toy.limit(gamma)).norm()) < 0.05 * away
 
 
 # ------------------------------------------------------------------------------------------------- pairs
@@ -122,7 +122,7 @@ def test_an_objective_of_a_file_counts_its_positives() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    problem, clients = auprc()
+    _, clients = auprc()
     with pytest.raises(NestfedError, match=r"AUPRC\(…, outer_examples=…\)"):
         simulate(AUPRC(Mlp(4, ()).double()), SOX(0.1), clients, rounds=1, progress=False)
     with pytest.raises(NestfedError, match="kind Conditional"):
@@ -133,7 +133,7 @@ def test_what_is_missing_is_named() -> None:
         simulate(unnumbered, SOX(0.1), s.clients, rounds=1, progress=False)
     s = toys.sampled()
     wrong = Conditional(s.problem.f, s.problem.g, s.problem.x0, outer_examples=4)
-    with pytest.raises(NestfedError, match="2 values .* not inner_dim = 1"):
+    with pytest.raises(NestfedError, match=r"2 values .* not inner_dim = 1"):
         simulate(wrong, SOX(0.1), s.clients, rounds=1, progress=False)
 
 

@@ -651,6 +651,26 @@ class Paired(Differentiable):
         """Return f(u), from (…, inner_dim) to (…)."""
 
 
+class Tracked(Differentiable):
+    """F(x) = E_ξ f_ξ(E g(x, ξ)), ξ one of the client's own examples, each with an inner value to track: `Conditional`."""
+
+    kinds = "Conditional"
+    inner_dim: int
+    outer_examples: int
+    """The largest number of outer examples ξ on a client."""
+
+    @abstractmethod
+    def outer_ids(self, batch: Batch) -> Tensor:
+        """Return the numbers, 0 … `outer_examples` − 1, of the batch's b outer samples among the client's own."""
+
+    @abstractmethod
+    def tracked_grad(self, x: Tensor, u: Tensor, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return mean_i ∇g_i(x)ᵀ∇f_i(u_i) with the new u_i ← (1−w_i)u_i + w_i g_i(x), and the new u, shape (b, p).
+
+        u: the old inner values of the batch's outer samples, shape (b, p); weight: their w, shape (b,), above 0.
+        """
+
+
 class Saddle(Problem):
     """min over θ, max over w of F(θ, w): `Minimax`."""
 

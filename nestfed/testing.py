@@ -45,6 +45,7 @@ from nestfed.core import (
     Saddle,
     SolvableSaddle,
     Tape,
+    Tracked,
     as_clients,
 )
 from nestfed.data.random import Purpose, Streams
@@ -264,6 +265,15 @@ def _questions(problem: Problem) -> dict[str, Question]:
             return first, second, pull(torch.ones_like(first), torch.ones_like(second))
 
         asked["scores"] = scored
+    if isinstance(problem, Tracked) and _counts_outer(problem):
+        asked["outer_ids"] = lambda at, batch: problem.outer_ids(batch)
+
+        def tracked(at: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, Tensor]:
+            b = len(problem.outer_ids(batch))
+            weight = torch.full((b,), 0.5, dtype=at[0].dtype, device=at[0].device)
+            return problem.tracked_grad(at[0], at[0].new_ones(b, problem.inner_dim), weight, batch)
+
+        asked["tracked_grad"] = tracked
     if isinstance(problem, Saddle):
         asked["grads"] = lambda at, batch: problem.grads(at[0], at[1], batch)
     if isinstance(problem, SolvableSaddle):
@@ -279,19 +289,30 @@ def _has_tasks(problem: Composed) -> bool:
         return False
 
 
+def _counts_outer(problem: Tracked) -> bool:
+    """Return whether the number of a client's outer examples is known."""
+    try:
+        return problem.outer_examples >= 1
+    except NestfedError:
+        return False
+
+
 def _check_shapes(problem: Any, what: str, name: str, found: Any, points: tuple[Tensor, ...], data: Data) -> None:
     x = points[0]
-    if name == "which":
+    if name in ("which", "outer_ids"):
+        count, of = (problem.tasks, "tasks") if name == "which" else (problem.outer_examples, "outer examples")
         integral = found.dim() == 1 and not found.is_floating_point()
         _require(integral, f"{what} must return a vector of whole numbers.")
-        inside = bool(((found >= 0) & (found < problem.tasks)).all())
-        _require(inside, f"{what} returns a number outside 0…{problem.tasks - 1}, the client's tasks.")
+        inside = bool(((found >= 0) & (found < count)).all())
+        _require(inside, f"{what} returns a number outside 0…{count - 1}, the client's {of}.")
         return
     expected: list[tuple[int, ...]] = [tuple(p.shape) for p in points]
     if name in ("inner", "outer_grad"):
         count = len(problem.which(Batch(data))) if _has_tasks(problem) else len(_tensors(found)[0])
         rows = (count, problem.inner_dim)
         expected = [rows, tuple(x.shape)] if name == "inner" else [rows]
+    if name == "tracked_grad":
+        expected = [tuple(x.shape), (len(problem.outer_ids(Batch(data))), problem.inner_dim)]
     if name == "best_dual":
         expected = [tuple(points[1].shape)]
     if name == "scores":
@@ -368,6 +389,11 @@ def _check_differences(
             for d in directions:
                 slope = torch.stack([(g * v).sum() for g, v in zip(parts, d)]).sum()
                 agree(f"{kind}.{name}", slope, along(lambda at: noted(at), d))  # type: ignore[arg-type, return-value]
+        if isinstance(problem, Tracked) and _counts_outer(problem):
+            b = len(problem.outer_ids(batch()))
+            one, none = at[0].new_ones(b), at[0].new_zeros(b, problem.inner_dim)
+            fresh = problem.tracked_grad(at[0], none, one, batch())[0]
+            _close(fresh, problem.grad(at[0], batch()), f"{kind}.tracked_grad with weight 1, and grad")
         if isinstance(problem, Composed):
             u, pull = problem.inner(at[0], batch())
             v = torch.randn(u.shape, generator=generator, dtype=torch.float64).to(u.device)

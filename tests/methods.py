@@ -50,6 +50,7 @@ CASES: dict[str, Case] = {
     "fcsg-m": Case({"alpha": 0.05, "beta": 0.3}, "conditional", ("alpha",), ("beta",)),
     "ada-fcsg-m": Case({"alpha": 0.05, "beta": 0.3, "rho": 1.0}, "conditional", ("alpha", "rho"), ("beta", "rho2")),
     "acc-fcsg-m": Case({"alpha": 0.05, "beta": 0.5}, "conditional", ("alpha",), ("beta",)),
+    "sox": Case({"eta": 0.05, "beta": 0.3, "gamma": 0.6}, "sampled", ("eta",), ("beta", "gamma")),
     "bsgd": Case({"alpha": 0.05}, "conditional", ("alpha",)),
     "bspiderboost": Case({"alpha": 0.03, "period": 4}, "conditional", ("alpha", "period")),
     "local-bsgd": Case({"eta": 0.05}, "compositional"),

@@ -123,6 +123,88 @@ def conditional(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     return Setting(problem, clients, start(dtype).double().numpy(), {"grad": grad})
 
 
+def sampled(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """The mean over TASKS own examples (a, y) of √(1 + (u₁ − y)²) + u₂²/2, u = E_η (s + 0.3 sin s, cos s), s = ηᵀx."""
+
+    def values(x: Tensor, outer: Data, inner: Data) -> Tensor:
+        s = inner @ x
+        return torch.stack([s + 0.3 * torch.sin(s), torch.cos(s)], -1)
+
+    problem = Conditional(
+        f=lambda u, outer: soft(u[:, 0] - outer) + u[:, 1] ** 2 / 2,
+        g=values,
+        model=start(dtype),
+        outer_examples=TASKS,
+        inner_dim=2,
+    )
+
+    def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
+        which = noise[0].argsort(1)[:, :SAMPLED]
+        rows = torch.arange(len(which))[:, None]
+        return own[1][rows, which], own[0][rows, which][:, :, None] + 0.7 * noise[1], which
+
+    own = (constants(N, TASKS, D, seed=1).to(dtype), constants(N, TASKS, seed=2).to(dtype))
+    clients = ToyClients(own, ((TASKS,), (SAMPLED, M, D)), arrange)
+
+    def examples(n: int, t: int) -> list[int]:
+        return [int(i) for i in numpy(clients, n, t)[2]]
+
+    def of(n: int, t: int, i: int, what: int) -> Any:
+        return numpy(clients, n, t)[what][examples(n, t).index(i)]
+
+    def g(n: int, t: int, i: int, x: np.ndarray) -> np.ndarray:
+        s = [eta @ x for eta in of(n, t, i, 1)]
+        return np.mean([[r + 0.3 * np.sin(r), np.cos(r)] for r in s], axis=0)
+
+    def jac(n: int, t: int, i: int, x: np.ndarray) -> np.ndarray:
+        eta = of(n, t, i, 1)
+        return np.mean([[(1 + 0.3 * np.cos(e @ x)) * e, -np.sin(e @ x) * e] for e in eta], axis=0)
+
+    def outer(n: int, t: int, i: int, u: np.ndarray) -> np.ndarray:
+        return np.array([slope(u[0] - of(n, t, i, 0)), u[1]])
+
+    maps = {"tasks": examples, "g": g, "jac": jac, "outer": outer}
+    return Setting(problem, clients, start(dtype).double().numpy(), maps)
+
+
+class OwnExamples:
+    """F_n(x) = mean_i ½(a_iᵀ(x − x_n))² over `count` own examples: g = ηᵀx − a_iᵀx_n with η ~ N(a_i, σ²I), f = u²/2.
+
+    The estimator's expectation has the bias σ²x/m, with moving means of the inner values γσ²x/m.
+    """
+
+    def __init__(self, N: int = 4, dim: int = 3, count: int = 6, *, sigma: float = 1.0, inner: int = 1, outer: int = 3):
+        self.a = constants(N, count, dim, seed=3)
+        self.targets = constants(1, dim, seed=4) + 0.3 * constants(N, dim, seed=5)
+        self.sigma, self.inner = sigma, inner
+        self.problem = Conditional(
+            f=lambda u, outer: u**2 / 2,
+            g=lambda x, outer, inner: inner @ x - (outer[0] * outer[1]).sum(-1, keepdim=True),
+            model=torch.zeros(dim, dtype=torch.float64),
+            outer_examples=count,
+        )
+
+        def arrange(own: tuple[Tensor, ...], noise: tuple[Tensor, ...]) -> Data:
+            which = noise[0].argsort(1)[:, :outer]
+            a = own[0][torch.arange(len(which))[:, None], which]
+            return (a, own[1][:, None].expand_as(a)), a[:, :, None] + sigma * noise[1], which
+
+        self.clients = ToyClients((self.a, self.targets), ((count,), (outer, inner, dim)), arrange)
+
+    def limit(self, bias: float) -> Tensor:
+        """Return the minimiser of F(x) + bias·‖x‖²/2."""
+        A = torch.einsum("nid,nie->nde", self.a, self.a) / self.a.shape[1]
+        H = A.mean(0) + bias * torch.eye(A.shape[-1], dtype=A.dtype)
+        return torch.linalg.solve(H, torch.einsum("nde,ne->d", A, self.targets) / len(A))
+
+    @property
+    def minimiser(self) -> Tensor:
+        return self.limit(0.0)
+
+    def value(self, x: Tensor) -> float:
+        return float((((x - self.targets)[:, None] * self.a).sum(-1) ** 2 / 2).mean())
+
+
 def compositional(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     """f(E g), g = tanh(Gx), f = E Σ√(1 + (u − ζ)²)."""
     problem = Compositional(
@@ -381,7 +463,8 @@ class Ranking:
 
 
 SETTINGS = {
-    f.__name__: f for f in (plain, parted, conditional, compositional, tasked, minimax, paired, precise, tilted)
+    f.__name__: f
+    for f in (plain, parted, conditional, sampled, compositional, tasked, minimax, paired, precise, tilted)
 }
 
 

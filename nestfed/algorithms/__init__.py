@@ -11,7 +11,7 @@ from nestfed.algorithms.adaptive import FAFED, STEM, FedAdagrad, FedAdam, FedAMS
 from nestfed.algorithms.alone import Alone
 from nestfed.algorithms.average import FedAvg, FedDyn, FedNova, FedProx, Scaffold
 from nestfed.algorithms.compositional import SCGD, LocalBSGD, LocalMOML, LocalSCGD, LocalSCGDM, LocalSCGDMTasks
-from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, AccFCSGM, AdaFCSGM, BSpiderBoost
+from nestfed.algorithms.conditional import BSGD, FCSG, FCSGM, SOX, AccFCSGM, AdaFCSGM, BSpiderBoost
 from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, AdaFMGDA, CODAPlus, LocalSGDA, MomentumLocalSGDA
 from nestfed.algorithms.pairs import FeDXL1, FeDXL2
 from nestfed.algorithms.personal import Ditto, FedRep
@@ -19,7 +19,7 @@ from nestfed.algorithms.server import AMS, Adagrad, Adam, Momentum, Yogi
 from nestfed.core import METHODS, SERVERS, Algorithm, Average, NestfedError, Server, unknown
 
 __all__ = [
-    "AMS", "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "SERVERS", "STEM", "AccFCSGM",
+    "AMS", "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "SERVERS", "SOX", "STEM", "AccFCSGM",
     "AdaFCSGM", "AdaFMGDA", "Adagrad", "Adam", "Alone", "Average", "BSpiderBoost", "CODAPlus", "Ditto", "FeDXL1", "FeDXL2", "FedAMS", "FedAdagrad", "FedAdam",
     "FedAvg", "FedDyn", "FedNova", "FedProx", "FedRep", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD", "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA",
     "Momentum", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "Yogi", "build", "build_server",

@@ -151,13 +151,23 @@ class Tasks(NamedTuple):
     met: Tensor
 
 
+def tracking_weight(met: Tensor, rows: Tensor, c: float) -> Tensor:
+    """Return the weight of the new values of these rows: 1 the first time, then c."""
+    # c as a tensor, because torch.where turns two Python numbers into float32.
+    return torch.where(met[rows] > 0, torch.full_like(met[rows], c), 1.0)
+
+
+def replaced(u: Tensor, met: Tensor, rows: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the table with new rows, and `met` with a mark on them."""
+    table = u.scatter(0, rows.unsqueeze(-1).expand_as(new), new)
+    return table, met.scatter(0, rows, torch.ones_like(rows, dtype=met.dtype))
+
+
 def _track(u: Tensor, met: Tensor, rows: Tensor, value: Tensor, c: float) -> tuple[Tensor, Tensor, Tensor]:
     """Update the inner values of the sampled tasks (weight 1 the first time); return them, the table and `met`."""
-    # c as a tensor, because torch.where turns two Python numbers into float32.
-    w = torch.where(met[rows] > 0, torch.full_like(met[rows], c), 1.0).unsqueeze(-1)
+    w = tracking_weight(met, rows, c).unsqueeze(-1)
     new = (1 - w) * u[rows] + w * value
-    table = u.scatter(0, rows.unsqueeze(-1).expand_as(new), new)
-    return new, table, met.scatter(0, rows, torch.ones_like(rows, dtype=met.dtype))
+    return new, *replaced(u, met, rows, new)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Conditional stochastic optimization: FCSG, FCSG-M, its adaptive version, Acc-FCSG-M, their single-machine ancestors."""
+"""Conditional stochastic optimization: FCSG, FCSG-M, its adaptive version, Acc-FCSG-M, SOX, and their single-machine ancestors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nestfed.algorithms.average import Point
-from nestfed.algorithms.references import HU_2020, WU_2023_FAFED, WU_2023_FCSG
-from nestfed.core import Algorithm, Batch, Differentiable, Schedule, at, at_least, first, positive, weight
+from nestfed.algorithms.compositional import replaced, tracking_weight
+from nestfed.algorithms.references import HU_2020, WANG_2022_SOX, WU_2023_FAFED, WU_2023_FCSG
+from nestfed.core import Algorithm, Batch, Differentiable, Schedule, Tracked, at, at_least, first, positive, weight
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,56 @@ class AccFCSGM(Algorithm[Differentiable, Corrected]):
             u = u + (1 - at(self.beta, t)) * (s.u - problem.grad(s.last, batch.raw))  # line 13
         u = problem.clipped(u)
         return Corrected(problem.project(s.x - at(self.alpha, t) * u), u, s.x)  # lines 7, 9
+
+
+class Sampled(NamedTuple):
+    """The model and momentum, and on this client only one inner value per outer example; `met` marks the drawn ones."""
+
+    x: Tensor
+    m: Tensor
+    u: Tensor
+    met: Tensor
+
+
+@dataclass(frozen=True)
+class SOX(Algorithm[Tracked, Sampled]):
+    """SOX (Wang & Yang 2022) with local steps: FCSG-M with one inner state per own outer example, refreshed when drawn.
+
+    u_i ← (1−γ)u_i + γ·mean_j g_ij(x), with weight 1 the first time; G = mean_i ∇g_i(x)ᵀ∇f_i(u_i) with the new u_i and
+    the same inner samples; m ← (1−β)m + βG; x ← x − ηm. The bias of FCSG-M's estimator, O(1/m) for m inner samples,
+    becomes O(γ/m). γ = 1 is FCSG-M.
+
+    An example may be twice in a batch only if both have the same inner samples, as with `Pairs`.
+    """
+
+    eta: Schedule
+    beta: Schedule = 0.5
+    gamma: Schedule = 0.5
+
+    name = "sox"
+    accepts = Tracked
+    shared = ("x", "m")
+    private = ("u", "met")
+    family = "conditional"
+    cites = (WANG_2022_SOX,)
+
+    def __post_init__(self) -> None:
+        positive(self, "eta")
+        weight(self, "beta", "gamma")
+
+    def init(self, problem: Tracked, x0: Tensor) -> Sampled:
+        """Start at x0 with no example drawn."""
+        count = problem.outer_examples
+        return Sampled(x0, 0 * x0, x0.new_zeros(count, problem.inner_dim), x0.new_zeros(count))
+
+    def step(self, problem: Tracked, s: Sampled, batch: Batch, t: int) -> Sampled:
+        """Refresh the inner states of the drawn examples, estimate with them, and move."""
+        drawn = problem.outer_ids(batch)
+        w = tracking_weight(s.met, drawn, at(self.gamma, t))
+        g, new = problem.tracked_grad(s.x, s.u[drawn], w, batch)
+        b = first(self.beta, t)
+        m = (1 - b) * s.m + b * g
+        return Sampled(problem.project(s.x - at(self.eta, t) * m), m, *replaced(s.u, s.met, drawn, new))
 
 
 class BSGD(FCSG):

@@ -100,6 +100,15 @@ WANG_2022 = """@inproceedings{wang2022communication,
   year      = {2022}
 }"""
 
+WANG_2022_SOX = """@inproceedings{wang2022finite,
+  title     = {Finite-Sum Coupled Compositional Stochastic Optimization: Theory and Applications},
+  author    = {Wang, Bokun and Yang, Tianbao},
+  booktitle = {International Conference on Machine Learning},
+  pages     = {23292--23317},
+  publisher = {PMLR},
+  year      = {2022}
+}"""
+
 HU_2020 = """@inproceedings{hu2020biased,
   title     = {Biased Stochastic First-Order Methods for Conditional Stochastic Optimization and
                Applications in Meta Learning},

@@ -129,8 +129,11 @@ class _Held(Clients):
         """Return the examples that client n uses at iteration t."""
 
     @abstractmethod
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
-        """Turn gathered examples, leading axes (clients, examples), into a batch whose first axis is `clients`."""
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int, rows: np.ndarray) -> Data:
+        """Turn gathered examples, leading axes (clients, examples), into a batch whose first axis is `clients`.
+
+        rows: the positions of these examples in the arrays, (clients, examples).
+        """
 
     def sample(self, n: int, t: int) -> Data:
         """Return client n's batch at iteration t."""
@@ -146,7 +149,7 @@ class _Held(Clients):
         sizes = [c.size for c in chosen]
         pieces = zip(*(torch.split(g, sizes) for g in gathered))
         return [
-            self.assemble(tuple(p.view(*c.shape, *p.shape[1:]) for p in piece), ns, t)
+            self.assemble(tuple(p.view(*c.shape, *p.shape[1:]) for p in piece), ns, t, c)
             for piece, c, t in zip(pieces, chosen, ts)
         ]
 
@@ -231,7 +234,7 @@ class Examples(_Held):
         part = self.parts[n]
         return part[drawn_rows(self._streams, n, t, len(part), size_at(self.batch, t))]  # type: ignore[attr-defined]
 
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int, rows: np.ndarray) -> Data:
         """Return the arrays unchanged."""
         return gathered
 
@@ -280,7 +283,7 @@ class Balanced(_Held):
         ]
         return np.concatenate(some)
 
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int, rows: np.ndarray) -> Data:
         """Add the weights."""
         x, y = gathered
         b, p = size_at(self.batch, t), self._p  # type: ignore[attr-defined]
@@ -295,11 +298,14 @@ class Balanced(_Held):
 class Pairs(_Held):
     """Clients for pairwise objectives such as AUPRC: b positives as outer samples, m examples as inner ones.
 
-    The arrays are (x, y) with y in {0, 1}. A batch is (outer, inner) with outer = (x⁺, weight) and
+    The arrays are (x, y) with y in {0, 1}. A batch is (outer, inner, which) with outer = (x⁺, weight) and
     inner = (x, y, weight), leading axes (1, m): all outer samples share the same inner ones. The inner batch is
     stratified: `inner_positives` of m are positives, and the weights make its mean an unbiased estimate of the mean
     over the client's data. A client without positives has outer weights 0 and contributes no gradient. A client
     without negatives fills its inner batch with positives.
+
+    The third part of a batch, `which`, numbers the b positives among the client's own, for methods with one state per
+    positive (SOX): `AUPRC(model, outer_examples=clients.outer_examples)`.
     """
 
     outer: Size = field(default=8, kw_only=True)
@@ -322,6 +328,12 @@ class Pairs(_Held):
         object.__setattr__(self, "_split", split)
         object.__setattr__(self, "_rates", rates)
         object.__setattr__(self, "_positives", positives)
+        object.__setattr__(self, "_numbered", [np.unique(p if len(p) else q) for p, q in split])
+
+    @property
+    def outer_examples(self) -> int:
+        """The largest number of positives on a client."""
+        return max(len(p) for p, _ in self._split)  # type: ignore[attr-defined]
 
     def indices(self, n: int, t: int) -> np.ndarray:
         """Draw outer positives, inner positives, inner negatives, in this order."""
@@ -336,7 +348,7 @@ class Pairs(_Held):
         second = rest[without_replacement(generator, len(rest), self.inner - k)]
         return np.concatenate([outer, first, second])
 
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int, rows: np.ndarray) -> Data:
         """Split the rows into outer and inner samples; weight the strata by each client's positive rate."""
         x, y = gathered
         b, k, m = size_at(self.outer, t), self._positives, self.inner  # type: ignore[attr-defined]
@@ -347,7 +359,10 @@ class Pairs(_Held):
             [(rate * m / k)[:, None].expand(-1, k), ((1 - rate) * m / (m - k))[:, None].expand(-1, m - k)], 1
         )
         outer = (x[:, :b], present[:, None].expand(-1, b))
-        return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(kind), inner.to(kind)))
+        # Without positives the outer examples are negatives, maybe more than a client has positives.
+        numbers = [np.searchsorted(self._numbered[n], own[:b]) % self.outer_examples for n, own in zip(ns, rows)]  # type: ignore[attr-defined]
+        which = torch.from_numpy(np.stack(numbers)).to(x.device)
+        return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(kind), inner.to(kind))), which
 
 
 @dataclass(frozen=True)
@@ -424,7 +439,7 @@ class CrossPairs(_Held):
             filled += [own[chosen], np.repeat(self.parts[n][:1], size_at(size, t) - len(chosen))]
         return np.concatenate(filled)
 
-    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int, rows: np.ndarray) -> Data:
         """Add the numbers of the S1 rows, and the weights."""
         x, y = gathered
         kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nestfed.core import Batch, Composed, Differentiable, Paired, Problem, Saddle, SolvableSaddle
+from nestfed.core import Batch, Composed, Differentiable, Paired, Problem, Saddle, SolvableSaddle, Tracked
 from nestfed.engine.round import Reply
 
 P = TypeVar("P", bound=Problem)
@@ -19,6 +19,7 @@ EVALUATIONS: Mapping[Any, tuple[str, ...]] = {
     Differentiable: ("grad",),
     Composed: ("inner", "outer_grad"),
     Paired: ("scores",),
+    Tracked: ("tracked_grad",),
     Saddle: ("grads",),
     SolvableSaddle: ("best_dual",),
 }

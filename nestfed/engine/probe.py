@@ -64,7 +64,7 @@ def some(clients: int) -> list[int]:
 def first_batch(problem: Problem, clients: Clients, seed: int, n: int) -> Batch:
     """Return client n's batch at t = 0, as a run evaluates it."""
     device = problem.x0.device
-    with blamed(clients.label, [n], 0, "The clients' sample"):
+    with blamed(clients.label, [n], 1, "The clients' sample"):
         data = clients.sample(n, 0)
     for leaf in tree_leaves(data):
         if not isinstance(leaf, Tensor):

@@ -36,15 +36,25 @@ class AUPRC(Conditional):
     positives keep their total weight. Without it, a well-ranked z⁺ that scores above the few drawn positives would
     have a ratio near 0 and unbounded gradients. Its ℓ is s², so g₂ is never 0; a tiny ε ensures this for a batch
     without positives.
+
+    outer_examples: the largest number of positives on a client, which SOX needs.
     """
 
     def __init__(
-        self, model: nn.Module | Tensor, *, margin: float = MARGIN, clip: float | None = None, buffers: str = ""
+        self,
+        model: nn.Module | Tensor,
+        *,
+        margin: float = MARGIN,
+        clip: float | None = None,
+        outer_examples: int | None = None,
+        buffers: str = "",
     ) -> None:
         if not margin > 0:
             raise NestfedError(f"auprc: margin must be above 0, not {margin:g}.")
         self.margin = margin
-        super().__init__(self._ratio, self._surrogates, model, clip=clip, buffers=buffers)
+        super().__init__(
+            self._ratio, self._surrogates, model, clip=clip, buffers=buffers, outer_examples=outer_examples, inner_dim=2
+        )
 
     def _surrogates(self, model: Model, outer: Data, inner: Data) -> Tensor:
         (positive, _), (x, y, weight) = outer, inner
@@ -115,4 +125,5 @@ class AUPRCOptions(Labelled):
             inner_positives=self.inner_positives or None,
             **held,
         )
-        return AUPRC(model, margin=self.margin, clip=self.clip or None), clients
+        problem = AUPRC(model, margin=self.margin, clip=self.clip or None, outer_examples=clients.outer_examples)
+        return problem, clients

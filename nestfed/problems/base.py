@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nestfed.core import Batch, Composed, Data, Differentiable, NestfedError, Problem, Saddle, as_batch, one_of
+from nestfed.core import (
+    Batch,
+    Composed,
+    Data,
+    Differentiable,
+    NestfedError,
+    Problem,
+    Saddle,
+    Tracked,
+    as_batch,
+    one_of,
+)
 from nestfed.problems.flat import Flat, KeyedDropout
 
 Model = Any
@@ -307,13 +318,17 @@ class Minimize(Direct):
         return self.penalised(self.f(model, data), model)
 
 
-class Conditional(Direct):
+class Conditional(Direct, Tracked):
     """F(x) = E_ξ f_ξ(E_{η|ξ} g_η(x, ξ)).
 
     A batch is a pair (outer, inner): b outer samples ξ, and inner samples η with leading axes (b, m), or
     (1, m) if all outer samples share the inner ones. `g(model, outer, inner)` returns one value per pair,
     (b, m, …). The library takes the mean over m, *inside* f (Eq. 3 of the FCSG paper). `f(u, outer)` maps
     these means, (b, …), to (b,). The estimator's bias is O(1/m).
+
+    SOX tracks the inner mean of every outer example, which lowers this bias. It needs batches (outer, inner, which) with
+    the numbers of the b outer samples among the client's own, `outer_examples`, the largest number of them on a client,
+    and `inner_dim`, the number of values that g returns per pair.
     """
 
     def __init__(
@@ -321,26 +336,108 @@ class Conditional(Direct):
         f: Callable[[Tensor, Data], Tensor],
         g: Callable[[Model, Data, Data], Tensor],
         model: nn.Module | Tensor,
+        *,
+        outer_examples: int | None = None,
+        inner_dim: int = 1,
         **options: Any,
     ) -> None:
-        self.f, self.g = f, g
+        self.f, self.g, self._outer_examples, self.inner_dim = f, g, outer_examples, inner_dim
         super().__init__(model, **options)
+
+    @property
+    def outer_examples(self) -> int:  # type: ignore[override]
+        """The largest number of outer examples on a client."""
+        if self._outer_examples is None:
+            raise NestfedError(
+                "A method with one state per outer example (sox) needs to know how many of them a client has: pass "
+                f"{type(self).__name__}(…, outer_examples=…), for Pairs outer_examples=clients.outer_examples."
+            )
+        return self._outer_examples
 
     def loss(self, x: Tensor, data: Data, *, train: bool = False) -> Tensor:
         """Return the mean over the outer samples of f(mean over the inner samples of g)."""
-        outer, inner = data
+        outer, inner = data[:2]
         model = self.model_at(x, train=train)
+        return self.penalised(self._outer(self._inner(model, outer, inner), outer).mean(), model)
+
+    def _inner(self, model: Model, outer: Data, inner: Data) -> Tensor:
         values = self.g(model, outer, inner)
         if values.dim() < 2:
             raise NestfedError(
                 f"g must return one value per pair of outer and inner sample, shape (b, m, …), not {tuple(values.shape)}."
             )
-        losses = self.f(values.mean(1), outer)
-        if losses.shape != values.shape[:1]:
+        return self.inner_mean(values)
+
+    def _outer(self, u: Tensor, outer: Data) -> Tensor:
+        losses = self.f(u, outer)
+        if losses.shape != u.shape[:1]:
             raise NestfedError(
-                f"f must return one number per outer sample, shape ({len(values)},), not {tuple(losses.shape)}."
+                f"f must return one number per outer sample, shape ({len(u)},), not {tuple(losses.shape)}."
             )
-        return self.penalised(losses.mean(), model)
+        return losses
+
+    # A subclass may override both, to keep inner values on another scale, such as their logarithms.
+
+    def inner_mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the inner samples, from (b, m, …) to (b, …)."""
+        return values.mean(1)
+
+    def moving_mean(self, u: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+        """Return (1−w)u + w·value."""
+        return (1 - weight) * u + weight * value
+
+    def outer_ids(self, batch: Batch | Data) -> Tensor:
+        """Return the numbers of the outer samples among the client's own."""
+        data = as_batch(batch).data
+        if len(data) != 3:
+            raise NestfedError(
+                "A method with one state per outer example (sox) needs batches (outer, inner, which), where `which` are "
+                f"the numbers of the outer samples among the client's own, but this batch has {len(data)} parts."
+            )
+        return data[2]
+
+    def tracked_grad(self, x: Tensor, u: Tensor, weight: Tensor, batch: Batch | Data) -> tuple[Tensor, Tensor]:
+        """Return the gradient at the moving means of the inner values, and these means.
+
+        It is the gradient of mean_i f_i((1−w_i)u_i + w_i g_i(x))/w_i.
+        """
+        sample = as_batch(batch)
+        data = (*sample.data[:2], u, weight)
+        total, loss, means = torch.zeros_like(x), x.new_zeros(()), []
+        for i, (share, part) in enumerate(self.cut(data, sample.pieces) if sample.pieces > 1 else [(1.0, data)]):
+            with self.evaluating(sample, i):
+                gradient, (value, new) = _gradient_with(lambda y: self._tracked(y, *part), x, self._eager(sample))  # noqa: B023
+            total, loss = total.add(gradient, alpha=share), loss + share * value
+            means.append(new)
+        sample.note(self.examples(sample.data), loss)
+        return self._once(self.clip_gradient(total, sample), sample), torch.cat(means).to(u.dtype)
+
+    def _tracked(
+        self, x: Tensor, outer: Data, inner: Data, u: Tensor, weight: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        model = self.model_at(x)
+        value = self._inner(model, outer, inner)
+        if value[0].numel() != self.inner_dim:
+            raise NestfedError(
+                f"g returns {value[0].numel()} values per pair of outer and inner sample, not inner_dim = {self.inner_dim}."
+            )
+        new = self.moving_mean(u.view_as(value), value, weight.view(-1, *[1] * (value.dim() - 1)))
+        losses = self._outer(new, outer)
+        scaled = losses / weight
+        objective = self.penalised(scaled.mean(), model)
+        return objective, (objective - (scaled - losses).mean(), new.flatten(1) if new.dim() > 1 else new[:, None])
+
+    def _once(self, gradient: Tensor, sample: Batch) -> Tensor:
+        """Reject an outer example that a batch has twice, with different inner samples for one state.
+
+        Vectorised clients get NaN, and the engine then evaluates the batch again, one client at a time.
+        """
+        if leading(sample.data[1]) == 1:  # both have the same inner value
+            return gradient
+        twice = (self.outer_ids(sample).sort().values.diff() == 0).any()
+        if sample.eager and bool(twice):
+            raise NestfedError("sox: a batch has an outer example twice; draw outer examples without replacement.")
+        return torch.where(twice, torch.nan, gradient)
 
     def examples(self, data: Data) -> int:
         """Return the number of outer and inner samples."""
@@ -349,6 +446,18 @@ class Conditional(Direct):
     def cut(self, data: Data, pieces: int) -> list[tuple[float, Data]]:
         """Split along the outer samples; shared inner samples go into every piece."""
         return _cut(data, leading(data[0]), pieces)
+
+
+def _gradient_with(
+    function: Callable[[Tensor], tuple[Tensor, tuple[Tensor, Tensor]]], x: Tensor, eager: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return the gradient of the first result, and the others."""
+    if not eager:
+        return torch.func.grad(function, has_aux=True)(x)
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        value, (one, other) = function(leaf)
+    return torch.autograd.grad(value, leaf)[0], (one.detach(), other.detach())
 
 
 class Compositional(Direct, Composed):

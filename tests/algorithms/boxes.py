@@ -375,6 +375,47 @@ def local_moml(
     return {"x": np.array(X), "u": np.array(U)}
 
 
+def sox(
+    drawn: Callable[[int, int], Sequence[int]],
+    g: TaskMap,
+    jac: TaskMap,
+    outer: TaskMap,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    beta: Schedule,
+    gamma: Schedule,
+    n_examples: int,
+) -> dict[str, Array]:
+    """SOX (Wang & Yang 2022) on every client: one inner state per own example; x and m are averaged.
+
+    `drawn(n, t)` are the examples (0 … n_examples−1) that client n draws at iteration t; `g(n, t, i, x)` is the mean over
+    the inner samples of example i.
+    """
+    x = everywhere(x0, N)
+    m = np.zeros_like(x)
+    state: list[dict[int, Array]] = [{} for _ in range(N)]
+    p = len(g(0, 0, drawn(0, 0)[0], x[0]))
+    X, M, U = [x.copy()], [m.copy()], [np.zeros((N, n_examples, p))]
+    for t in range(T):
+        for n in range(N):
+            batch = drawn(n, t)
+            for i in batch:  # u_i ← (1−γ)u_i + γ g_i(x)
+                fresh = g(n, t, i, x[n])
+                state[n][i] = (1 - at(gamma, t)) * state[n][i] + at(gamma, t) * fresh if i in state[n] else fresh
+            G = sum(jac(n, t, i, x[n]).T @ outer(n, t, i, state[n][i]) for i in batch) / len(batch)
+            m[n] = G if t == 0 else (1 - at(beta, t)) * m[n] + at(beta, t) * G
+            x[n] = x[n] - at(eta, t) * m[n]
+        if (t + 1) % q == 0:
+            x, m = averaged(x), averaged(m)
+        X.append(x.copy())
+        M.append(m.copy())
+        U.append(np.array([[state[n].get(i, np.zeros(p)) for i in range(n_examples)] for n in range(N)]))
+    return {"x": np.array(X), "m": np.array(M), "u": np.array(U)}
+
+
 # --- Minimax: grad(n, t, theta, w) returns (∇_θ f, ∇_w f) on B_t ---
 
 

@@ -318,6 +318,16 @@ MATCHES: dict[str, list[Match]] = {
             label="schedule",
         ),
     ],
+    "sox": [
+        Match(a.SOX(0.1, 0.3, 0.6), "sampled", by_task(boxes.sox, 0.1, 0.3, 0.6, TASKS), private={"u": "u"}),
+        Match(
+            a.SOX(falling(0.2), growing(0.9), growing(0.5)),
+            "sampled",
+            by_task(boxes.sox, falling(0.2), growing(0.9), growing(0.5), TASKS),
+            private={"u": "u"},
+            label="schedule",
+        ),
+    ],
     "ada-fcsg-m": [
         Match(a.AdaFCSGM(0.1, 0.3, 0.8, 0.2), "conditional", several(boxes.ada_fcsg_m, 0.1, 0.3, 0.8, 0.2), ONE_LATER),
         Match(

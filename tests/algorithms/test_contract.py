@@ -73,6 +73,7 @@ def test_goes_down_on_a_convex_problem(name: str) -> None:
     toy: Any = {
         "plain": lambda: Quadratic(N, 3, zeta=0.0 if case.homogeneous else 1.0, condition=4.0, sigma=0.1, batch=2),
         "conditional": lambda: ConditionalToy(N, 3, zeta=0.3, sigma=0.3, inner=8, outer=4),
+        "sampled": lambda: toys.OwnExamples(N, sigma=0.3, inner=8, outer=4),
         "compositional": lambda: CompositionalToy(N, 3, 5, zeta=0.1, sigma=0.1, batch=4),
         "tasked": lambda: CompositionalToy(N, 3, 5, zeta=0.1, sigma=0.1, batch=4),
         "minimax": lambda: MinimaxToy(N, 3, 2, zeta=0.3, sigma=0.1, batch=2),

@@ -53,6 +53,14 @@ def test_fcsg_family(alpha: Any) -> None:
     differs(fcsg, path(setting, a.AccFCSGM(alpha, 0.5)))
 
 
+@pytest.mark.parametrize("alpha", [0.1, lambda t: 0.2 / (1 + t) ** 0.5], ids=["number", "schedule"])
+def test_sox_without_memory_is_fcsg_m(alpha: Any) -> None:
+    setting = toys.sampled()
+    fcsgm = path(setting, a.FCSGM(alpha, 0.3))
+    torch.testing.assert_close(fcsgm, path(setting, a.SOX(alpha, 0.3, 1.0)), rtol=1e-12, atol=1e-12)
+    differs(fcsgm, path(setting, a.SOX(alpha, 0.3, 0.5)))
+
+
 def test_single_machine_ancestors() -> None:
     """BSGD = FCSG with N = 1; BSpiderBoost with period 1 = BSGD; SCGD = Local-SCGD with K = 1, whatever q is."""
     setting = toys.conditional(N=1)

@@ -254,8 +254,8 @@ def test_a_positive_above_everything_does_not_divide_by_zero() -> None:
     y = torch.tensor([1, 0, 0, 0])
     clients = Pairs((torch.arange(4), y), [np.arange(4)], outer=1, inner=2, inner_positives=1, seed=0)
     problem = AUPRC(Table(h), margin=0.5)
-    outer, (x, labels, weight) = clients.sample(0, 0)
-    batch = (outer, (x, labels, weight * (labels == 0)))  # not even z⁺ itself among the inner samples
+    outer, (x, labels, weight), which = clients.sample(0, 0)
+    batch = (outer, (x, labels, weight * (labels == 0)), which)  # not even z⁺ itself among the inner samples
     assert float(problem.loss(h, batch)) == pytest.approx(-1.0)
     assert torch.isfinite(problem.grad(h, batch)).all()
 
@@ -268,8 +268,8 @@ def test_the_inner_mean_targets_the_datas_own_rate(positives: int, negatives: in
     clients = Pairs((torch.arange(n), y), [np.arange(n)], outer=2, inner=m, inner_positives=k, seed=3)
     rate = positives / n
     drawn = clients.draw([0], range(draws))
-    above = torch.cat([outer[0] for outer, _ in drawn])
-    x, labels, weight = (torch.cat(leaves)[:, 0] for leaves in zip(*(inner for _, inner in drawn)))
+    above = torch.cat([outer[0] for outer, *_ in drawn])
+    x, labels, weight = (torch.cat(leaves)[:, 0] for leaves in zip(*(inner for _, inner, _ in drawn)))
     assert x.shape == (draws, m)
     # In every batch, not only on average, the positives weigh what they weigh in the data.
     np.testing.assert_allclose((weight * labels).mean(1), rate, rtol=1e-6)

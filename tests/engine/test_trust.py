@@ -29,6 +29,7 @@ from nestfed import (
     FederatedAUC,
     Minimize,
     Pairs,
+    lr_find,
     simulate,
 )
 from nestfed.core import NestfedError, Server
@@ -502,6 +503,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a device": (lambda: run(execution=Execution(device="xpu")), "^execution.device = 'xpu' is not available here: "),
     "no batch": (lambda: run(some=Examples.of({"a": (X, Y)}, batch=0)), "^A batch size must be .* at least 1, not 0"),
     "labels": (lambda: Balanced.of({"a": (X, Y + 1)}), "^Balanced needs labels 0 and 1, not 2"),
+    "no rounds to try": (
+        lambda: lr_find(FederatedAUC(rounds=0), [(X, Y)]),
+        "^rounds must be a whole number of at least 1, not 0",
+    ),
     "no rounds": (lambda: FederatedAUC(rounds=0).fit([(X, Y)]), "^rounds must be a whole number of at least 1, not 0"),
     "text": (lambda: run(some=Worded()), "The batch of client 0 contains 'a': sample must return tensors"),
     "names": (lambda: Examples.of({"a": (np.array(["x", "y"]),)}), "Clients hold arrays of numbers, but got ndarray"),

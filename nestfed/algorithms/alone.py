@@ -77,16 +77,16 @@ class Alone(Algorithm[Any, Any]):
 
     def _state(self, mean: Tensor, own: Any) -> Any:
         kind: Any = type(own)
-        return _with_mean(kind)(mean, *own)
+        return with_field(MEAN, kind)(mean, *own)
 
     def _own(self, s: Any) -> Any:
         return s.kind(*s[1:])
 
 
 @cache
-def _with_mean(kind: Any) -> Any:
-    """Return the type of a method's state with the mean in front."""
+def with_field(name: str, kind: Any) -> Any:
+    """Return the type of a method's state with one more field in front; its `kind` is the type without."""
     make: Any = namedtuple
-    made = make(kind.__name__, (MEAN, *kind._fields))
+    made = make(kind.__name__, (name, *kind._fields))
     made.kind = kind
     return made

@@ -110,7 +110,8 @@ def lr_find_command(
         estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)
         found = lr_find(estimator, data.sites)
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])
-    typer.echo(f"\nbest lr = {found.best:.3g}" + (f"; plot {found.draw(out)}" if drawable() else ""))
+    mark = f" ({found.end} of those tried)" if found.end else ""
+    typer.echo(f"\nbest lr = {found.best:.3g}{mark}" + (f"; plot {found.draw(out)}" if drawable() else ""))
 
 
 def _tell(sentence: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nestfed import choice
 from nestfed.core import NestfedError, __version__
 from nestfed.data.encoding import TableEncoding, standardised
 from nestfed.files import reject_foreign, write_atomically
@@ -115,7 +116,16 @@ def results(result: StudyResult) -> tuple[list[str], list[list[Any]]]:
         last = one.history[-1] if one.history else None
         sent = "nothing" if last is None else f"{(last['bytes_up'] + last['bytes_down']) / 1e6:.2f} MB"
         cells = [f"{one.values[m]:.4f}" for m in names]
-        rows.append([one.name, *cells, f"{one.inside:.4f}", f"{one.lr:.3g}", len(one.trials), sent])
+        rows.append(
+            [
+                one.name,
+                *cells,
+                f"{one.inside:.4f}",
+                f"{one.lr:.3g}{f' ({end})' if (end := choice.end(one.lr, list(one.trials))) else ''}",
+                len(one.trials),
+                sent,
+            ]
+        )
     return columns, rows
 
 

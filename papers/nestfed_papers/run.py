@@ -108,6 +108,7 @@ def _compare(
         "trial_rounds": budget.trial_rounds,
         "trial_seeds": budget.trial_seeds,
         "stopping": budget.stopping,
+        "extend": 0,  # the papers' grids
         "workers": workers,
         "tell": tell,
     }

@@ -211,7 +211,8 @@ def test_compare_prints_a_table_and_resumes(here: Here, tmp_path: Path, monkeypa
         finals = [read_record(tmp_path / "c" / name / f"seed-{s}" / "record.jsonl")[-1]["ap"] for s in (0, 1)]
         assert f"{sum(finals) / 2:.4f} ±" in line
         trials = list((tmp_path / "c" / name).glob("trial-*"))
-        assert len(trials) == 6, "every method gets the same number of trials"
+        assert 6 <= len(trials) <= 8, "every method gets its whole grid, and at most two trials beyond an end"
+        assert f" {len(trials)} " in line
         assert all(json.loads((t / "experiment.json").read_text())["run"]["seed"] == 1000 for t in trials)
     assert (tmp_path / "c" / "curves.png").stat().st_size > 5000
     assert here(*words)[1] == said

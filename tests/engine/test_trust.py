@@ -29,7 +29,6 @@ from nestfed import (
     FederatedAUC,
     Minimize,
     Pairs,
-    lr_find,
     simulate,
 )
 from nestfed.core import NestfedError, Server
@@ -384,6 +383,7 @@ def test_the_first_run_of_a_process_is_not_charged_torchs_imports() -> None:
     code = """
 import torch
 from nestfed import Examples, Execution, FedAvg, Minimize, simulate
+from nestfed.study.lr_find import lr_find
 x = torch.linspace(-1, 1, 60).reshape(12, 5)
 clients = Examples.of({"a": (x,), "b": (x + 1,)}, batch=6)
 problem = Minimize(lambda model, batch: model(batch[0]).square().mean(), torch.nn.Linear(5, 1))

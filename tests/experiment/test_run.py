@@ -59,7 +59,7 @@ def test_jobs_in_parallel_processes(tmp_path: Path) -> None:
     kinds = {"good": tables, "bad": {**tables, "algorithm": {"name": "fcsg-m", "alpha": 1e200, "beta": 0.5}}}
     found: dict[int, dict[str, Any]] = {}
     for workers in (1, 2):
-        jobs = [Job(kinds[name], tmp_path / str(workers) / name) for name in kinds]
+        jobs = [Job(from_tables(kinds[name]), tmp_path / str(workers) / name) for name in kinds]
         errors: dict[str, Any] = {}
         run_jobs(jobs, workers, lambda job, error, errors=errors: errors.update({job.out.name: error}))  # type: ignore[misc]
         assert errors["good"] is None

@@ -285,7 +285,7 @@ def tuned(tables: Settings, methods: Sequence[str], trials: int) -> Values:
     from nestfed.experiment.tune import tune
 
     with tempfile.TemporaryDirectory() as folder:
-        metric, found = tune(from_tables(tables), methods, Path(folder) / "tuning", trials=trials, workers=1)
+        metric, found = tune(from_tables(tables), methods, Path(folder) / "tuning", trials=trials, extend=0, workers=1)
     return {
         "metric": metric.name,
         "methods": {
@@ -308,7 +308,7 @@ def compared(tables: Settings, methods: Sequence[str], seeds: int, trials: int) 
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "comparison"
-        metric, outcomes = compare(from_tables(tables), methods, seeds, out, trials=trials, workers=1)
+        metric, outcomes = compare(from_tables(tables), methods, seeds, out, trials=trials, extend=0, workers=1)
     return {
         "metric": metric.name,
         "methods": {

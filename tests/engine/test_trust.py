@@ -33,6 +33,7 @@ from nestfed import (
 )
 from nestfed.core import NestfedError, Server
 from nestfed.engine import probe
+from nestfed.study.lr_find import lr_find
 
 rng = np.random.default_rng(0)
 X = torch.tensor(rng.normal(size=(60, 5)), dtype=torch.float32)
@@ -383,7 +384,6 @@ def test_the_first_run_of_a_process_is_not_charged_torchs_imports() -> None:
     code = """
 import torch
 from nestfed import Examples, Execution, FedAvg, Minimize, simulate
-from nestfed.study.lr_find import lr_find
 x = torch.linspace(-1, 1, 60).reshape(12, 5)
 clients = Examples.of({"a": (x,), "b": (x + 1,)}, batch=6)
 problem = Minimize(lambda model, batch: model(batch[0]).square().mean(), torch.nn.Linear(5, 1))

@@ -23,6 +23,7 @@ from nestfed import (
     STEM,
     AccFCSGM,
     Balanced,
+    Classify,
     Examples,
     Execution,
     FedAvg,
@@ -502,6 +503,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a seed": (lambda: run(seed="a"), "^seed must be a whole number of at least 0, not 'a'"),
     "a device": (lambda: run(execution=Execution(device="xpu")), "^execution.device = 'xpu' is not available here: "),
     "no batch": (lambda: run(some=Examples.of({"a": (X, Y)}, batch=0)), "^A batch size must be .* at least 1, not 0"),
+    "plain batches": (
+        lambda: simulate(AUPRC(linear()), FCSGM(0.1), clients(), rounds=1),
+        "^auprc needs batches .outer, inner. from Pairs clients",
+    ),
+    "pairs": (
+        lambda: simulate(Classify(linear()), FedAvg(0.1), Pairs.of({"a": (X, Y)}), rounds=1),
+        "^classify needs batches .x, y. from Examples clients",
+    ),
     "labels": (lambda: Balanced.of({"a": (X, Y + 1)}), "^Balanced needs labels 0 and 1, not 2"),
     "no rounds to try": (
         lambda: lr_find(FederatedAUC(rounds=0), [(X, Y)]),

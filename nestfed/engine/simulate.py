@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from multiprocessing import current_process
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,35 +17,23 @@ from nestfed import metrics
 from nestfed.algorithms.buffered import BUFFERS, with_buffers
 from nestfed.core import Algorithm, Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine import checkpoint, probe
-from nestfed.engine.federation import Failing, Federation
-from nestfed.engine.local import Local
+from nestfed.engine.federation import Federation
 from nestfed.engine.loop import Plan, drive
 from nestfed.engine.options import Evaluation, Exchange, Execution
+from nestfed.engine.place import available, make_federation, vectorises
 from nestfed.engine.privacy import Noise
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.progress import Progress
-from nestfed.engine.ranks import Group, Ranks
+from nestfed.engine.ranks import Group
 from nestfed.engine.record import last_known
 from nestfed.engine.round import Record, Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.schedules import check_schedules, described
-from nestfed.engine.store import Tables, private_fields
 from nestfed.engine.warm_up import WarmUp
-from nestfed.engine.workers import Workers
 from nestfed.files import locked, make_directory, require_locks, write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
-
-LOG = logging.getLogger("nestfed.engine")
-
-SMALL = 200_000
-"""Vectorise dense models with at most this many parameters over clients."""
-LARGE = 20_000_000
-"""From this many parameters on, one process with all threads is faster than several, and needs less memory."""
-MANY = 512
-WIDE = 2**20
-"""Use several processes for vectorised work from MANY clients in a round, or WIDE numbers in one field of all of them."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +117,7 @@ def simulate(
     method = with_buffers(problem, method, evaluation.keep)
     clients = as_clients(clients)
     exchange.check(_some(clients, method))
-    device = _available(execution.device)
+    device = available(execution.device)
     group = Group.join(device)
     problem.to(device)
     clients = clients.seeded(seed).to(device)
@@ -219,7 +204,7 @@ class _Part:
     @cached_property
     def vectorised(self) -> bool:
         """Whether clients are vectorised."""
-        return _vectorise(self.execution, self.problem, self.clients)
+        return vectorises(self.execution, self.problem, self.clients)
 
     def check(self) -> None:
         """Reject what would fail after other rounds; the problem has been inspected."""
@@ -280,7 +265,7 @@ class _Part:
         return _Done(self.problem, method, state, book, x, federation.own())
 
     def _federation(self, template: Any, state: RunState) -> Federation:
-        return _federation(
+        return make_federation(
             self.rules, self.clients, self.seed, template, state, self.execution, self.vectorised, self.path, self.group
         )
 
@@ -308,17 +293,6 @@ def _warm_part(warm: WarmUp, own: _Part) -> _Part:
         last=warm.rounds,
         probe_file=probe.WARM_UP_FILE,
     )
-
-
-def _available(name: str) -> torch.device:
-    """Return a device of this machine."""
-    try:
-        torch.empty(0, device=name)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise NestfedError(
-            f"execution.device = {name!r} is not available here: {str(error).splitlines()[0].rstrip('.')}."
-        ) from error
-    return torch.device(name)
 
 
 def _start(problem: Problem, x0: Tensor | None) -> Tensor:
@@ -402,12 +376,6 @@ def named_numbers(function: str, values: Any) -> dict[str, float]:
         raise NestfedError(f"{function} must return named numbers such as {{'ap': 0.9}}, not {values!r}.") from None
 
 
-@cache
-def _warm_up() -> None:
-    """Load what torch imports at its first vectorised gradient, so that no run's seconds include it."""
-    torch.vmap(torch.func.grad_and_value(torch.sum))(torch.zeros(2, 1))
-
-
 def _compare(path: Path, probed: probe.Probe | None, federation: Federation, file: str) -> None:
     """Reject a directory that contains a run of another problem; every rank raises the error of the first."""
     sentence, error = "", ""
@@ -421,31 +389,6 @@ def _compare(path: Path, probed: probe.Probe | None, federation: Federation, fil
         raise NestfedError(error)
     if sentence:
         warnings.warn(sentence, stacklevel=4)
-
-
-def _federation(
-    rules: Rules, clients: Clients, seed: int, template: Any, state: RunState, execution: Execution,
-    vectorised: bool, path: Path | None, group: Group,
-) -> Federation:  # fmt: skip
-    """Return the federation: clients in this process or in workers, on one rank or several."""
-    problem, method, exchange = rules.problem, rules.method, rules.exchange
-    device, N = torch.device(execution.device), len(clients)
-    if vectorised:
-        _warm_up()
-    workers = _processes(execution.workers, vectorised, problem, device, exchange.participants(N) // group.count)
-    fields = private_fields(method, template, exchange.encoding)
-    limit = round(execution.memory_gb * 1e9)
-    store = Tables.start(fields, group.block(N), limit=limit, folder=path, shared=workers > 1)
-    local = Local(
-        problem, method, clients, store, seed, exchange, device, vectorised, execution.compile,
-        torch.bfloat16 if execution.precision == "bf16" else None, execution.accumulate, execution.profile, template,
-    )  # fmt: skip
-    federation: Federation = local
-    if workers > 1:
-        federation = Workers(local, state.shared, workers, exchange.count or N)
-    if group.count > 1:
-        federation = Ranks(federation, group, N, device)
-    return Failing(federation, exchange.failures, N, seed) if exchange.failures else federation
 
 
 def _check(
@@ -485,50 +428,6 @@ def _some(clients: Clients, method: AnyAlgorithm) -> int:
     if method.single and len(clients) > 1:
         raise NestfedError(f"{method.name} is a single-machine method, but there are {len(clients)} clients.")
     return len(clients)
-
-
-def _vectorise(execution: Execution, problem: Problem, clients: Clients) -> bool:
-    """Decide whether to vectorise over clients.
-
-    Measured: it is faster for small dense models (fivefold at a few thousand parameters) and slower for convolutions
-    and recurrent models, whose batched kernels are slow.
-    """
-    if problem.sequential:
-        if execution.mode == "vmap" or execution.compile:
-            raise NestfedError(
-                "The model or the objective draws random numbers (other than dropout) that cannot be vectorised over "
-                "clients: use mode = 'loop' without compile."
-            )
-        LOG.info("Clients run one after another, because the model draws random numbers that cannot be vectorised.")
-        return False
-    if problem.buffers:
-        if execution.mode == "vmap" or execution.compile:
-            raise NestfedError(
-                "The model keeps running statistics (buffers), so clients cannot be vectorised: use mode = 'loop' without "
-                "compile."
-            )
-        LOG.info("Clients run one after another, because the model keeps running statistics.")
-        return False
-    if execution.mode != "auto" or execution.compile:
-        return execution.mode != "loop"
-    return len(clients) > 1 and not problem.heavy and clients.alike and problem.x0.numel() <= SMALL
-
-
-def _processes(workers: int, vectorised: bool, problem: Problem, device: torch.device, participants: int) -> int:
-    """Decide how many processes run the clients.
-
-    Measured: several processes with one thread each are faster than one process with several threads if a client's
-    step is short. The number of torch threads limits the processes; `nestfed compare` sets it to 1.
-    """
-    # Daemon processes cannot have children, and accelerators do not survive a fork.
-    able = device.type == "cpu" and not current_process().daemon and hasattr(os, "fork")
-    if workers > 1 and not able:
-        raise NestfedError(f"execution.workers = {workers} needs device = cpu and a system with fork; use 1 here.")
-    if workers == 0:
-        size = problem.x0.numel()
-        several = (participants >= MANY or participants * size >= WIDE) if vectorised else size < LARGE
-        workers = torch.get_num_threads() if several and able and not torch.cuda.is_available() else 1
-    return max(1, min(workers, participants))
 
 
 def _profile(laps: Mapping[str, float]) -> dict[str, float]:

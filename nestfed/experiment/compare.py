@@ -60,6 +60,8 @@ def compare(
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
     how: dict[str, Any] = {"trials": trials, "rounds": trial_rounds, "stopping": stopping, "seeds": trial_seeds}
     how["extend"] = extend
+    for name in methods:
+        experiment.for_method(name)  # reject an unknown method before anything is written
     reject_foreign(out, "comparison or tuning", "trials.log", "*/seed-*", "*/trial-*")
     with locked(make_directory(out)):
         metric, tuned = tune(experiment, methods, out, workers=workers, tell=tell, **how)

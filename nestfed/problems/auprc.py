@@ -57,6 +57,8 @@ class AUPRC(Conditional):
         )
 
     def _surrogates(self, model: Model, outer: Data, inner: Data) -> Tensor:
+        if isinstance(outer, Tensor) or isinstance(inner, Tensor):
+            raise NestfedError("auprc needs batches (outer, inner) from Pairs clients, not plain batches (x, y).")
         (positive, _), (x, y, weight) = outer, inner
         b = len(positive)
         scores = torch.sigmoid(model(torch.cat([positive, x[0]])))

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestfed.core import Data, at_least
+from nestfed.core import Data, NestfedError, at_least
 from nestfed.data.clients import Examples
 from nestfed.problems.base import Minimize, Model
 from nestfed.problems.objective import Labelled
@@ -19,6 +19,8 @@ from nestfed.problems.objective import Labelled
 def cross_entropy(model: Model, batch: Data) -> Tensor:
     """Return the mean cross-entropy of logits; a model with one score per example is a binary classifier."""
     x, y = batch
+    if not isinstance(y, Tensor):
+        raise NestfedError("classify needs batches (x, y) from Examples clients, not pairs (outer, inner).")
     logits = model(x)
     if logits.dim() == 1:
         return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))

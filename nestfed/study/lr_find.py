@@ -13,7 +13,7 @@ from sklearn.base import clone
 from torch import Tensor
 
 from nestfed import choice, models
-from nestfed.core import DivergedError, NestfedError
+from nestfed.core import DivergedError, NestfedError, whole
 from nestfed.data.partition import hold_out
 from nestfed.metrics import find
 from nestfed.study.advice import NestfedWarning
@@ -77,6 +77,7 @@ def lr_find(
 
     Half of the estimator's rounds are enough to rank step sizes. The estimator itself does not change.
     """
+    whole("rounds", estimator.rounds)
     known = isinstance(X, list) and all(isinstance(entry, Site) for entry in X)
     sites = X if known else gather(X, y, groups, estimator.target)
     train, validation = apart(sites, share, seed=estimator._seed())

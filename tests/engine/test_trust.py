@@ -23,6 +23,7 @@ from nestfed import (
     STEM,
     AccFCSGM,
     Balanced,
+    Classify,
     Examples,
     Execution,
     FedAvg,
@@ -33,6 +34,7 @@ from nestfed import (
 )
 from nestfed.core import NestfedError, Server
 from nestfed.engine import probe
+from nestfed.study.lr_find import lr_find
 
 rng = np.random.default_rng(0)
 X = torch.tensor(rng.normal(size=(60, 5)), dtype=torch.float32)
@@ -501,7 +503,19 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a seed": (lambda: run(seed="a"), "^seed must be a whole number of at least 0, not 'a'"),
     "a device": (lambda: run(execution=Execution(device="xpu")), "^execution.device = 'xpu' is not available here: "),
     "no batch": (lambda: run(some=Examples.of({"a": (X, Y)}, batch=0)), "^A batch size must be .* at least 1, not 0"),
+    "plain batches": (
+        lambda: simulate(AUPRC(linear()), FCSGM(0.1), clients(), rounds=1),
+        "^auprc needs batches .outer, inner. from Pairs clients",
+    ),
+    "pairs": (
+        lambda: simulate(Classify(linear()), FedAvg(0.1), Pairs.of({"a": (X, Y)}), rounds=1),
+        "^classify needs batches .x, y. from Examples clients",
+    ),
     "labels": (lambda: Balanced.of({"a": (X, Y + 1)}), "^Balanced needs labels 0 and 1, not 2"),
+    "no rounds to try": (
+        lambda: lr_find(FederatedAUC(rounds=0), [(X, Y)]),
+        "^rounds must be a whole number of at least 1, not 0",
+    ),
     "no rounds": (lambda: FederatedAUC(rounds=0).fit([(X, Y)]), "^rounds must be a whole number of at least 1, not 0"),
     "text": (lambda: run(some=Worded()), "The batch of client 0 contains 'a': sample must return tensors"),
     "names": (lambda: Examples.of({"a": (np.array(["x", "y"]),)}), "Clients hold arrays of numbers, but got ndarray"),

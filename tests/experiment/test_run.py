@@ -77,6 +77,8 @@ def test_a_missing_method_is_named_even_if_the_directory_is_taken(tmp_path: Path
         run(from_tables(ALONE), tmp_path)
     with pytest.raises(NestfedError, match="is not empty and contains no comparison or tuning"):
         compare(from_tables(ALONE), ["fedavg"], 1, tmp_path)
+    with pytest.raises(NestfedError, match="There is no algorithm 'fedvag'"):
+        compare(from_tables(ALONE), ["fedvag"], 1, tmp_path / "new")
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 

@@ -441,7 +441,7 @@ def _objective(section: str, table: Mapping[str, Any]) -> Objective:
     for key in options:
         owners = [other for other in OBJECTIVES if key in _options(other)] if key not in own else []
         if owners:
-            sentence = f"{section}.{key} belongs to {' and '.join(owners)}; {name} has {', '.join(sorted(own))}."
+            sentence = f"{section}.{key} belongs to {', '.join(owners)}; {name} has {', '.join(sorted(own))}."
             raise _SettingError(section, key, sentence)
     try:
         made: Objective = OBJECTIVES[name](**_values(section, options, own))

@@ -141,6 +141,7 @@ def test_the_large_batch_of_an_experiment_is_drawn_when_the_method_needs_it() ->
     invariant = read("fcsg-figure1").for_method("fcsg").with_overrides({"algorithm.alpha": 0.1})
     assert assemble(invariant.with_overrides({"problem.clip": 0.5})).problem.clip == 0.5
     with pytest.raises(
-        NestfedError, match="initial_batch belongs to classify and auroc and auprc; invariant has clip, dim"
+        NestfedError,
+        match="initial_batch belongs to classify, auroc, auprc, paired-auroc, paired-ap; invariant has clip, dim",
     ):
         assemble(invariant.with_overrides({"problem.initial_batch": 9}))

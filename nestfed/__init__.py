@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from nestfed.core import METRICS, Metric, NestfedError
     from nestfed.data.clients import Balanced, Examples, Paced, Pairs
     from nestfed.data.loaders import Loaders
+    from nestfed.engine.callbacks import Callback
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
     from nestfed.experiment.direct import compare, sweep, tune
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
+    from nestfed.report.callbacks import MLflow, TensorBoard, WandB
     from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
 # Looked up when first used: `import nestfed` and the command line's help need no torch.
@@ -120,6 +122,7 @@ _NAMES = {
         "Pairs",
     ),
     "nestfed.data.loaders": ("Loaders",),
+    "nestfed.engine.callbacks": ("Callback",),
     "nestfed.engine.options": (
         "Evaluation",
         "Exchange",
@@ -145,6 +148,11 @@ _NAMES = {
     "nestfed.problems.auprc": ("AUPRC",),
     "nestfed.problems.auroc": ("AUROC",),
     "nestfed.problems.classify": ("Classify",),
+    "nestfed.report.callbacks": (
+        "MLflow",
+        "TensorBoard",
+        "WandB",
+    ),
     "nestfed.study": (
         "FederatedAUC",
         "FederatedAUPRC",
@@ -179,6 +187,7 @@ __all__ = [
     "BSpiderBoost",
     "Balanced",
     "CODAPlus",
+    "Callback",
     "Classify",
     "Compositional",
     "Conditional",
@@ -209,6 +218,7 @@ __all__ = [
     "LocalSCGDM",
     "LocalSCGDMTasks",
     "LocalSGDA",
+    "MLflow",
     "Metric",
     "Minimax",
     "Minimize",
@@ -220,6 +230,8 @@ __all__ = [
     "Pairs",
     "Result",
     "Scaffold",
+    "TensorBoard",
+    "WandB",
     "Yogi",
     "algorithm",
     "compare",

@@ -18,6 +18,7 @@ import torch
 from nestfed import metrics
 from nestfed.core import NestfedError
 from nestfed.engine import checkpoint
+from nestfed.engine.callbacks import Callbacks
 from nestfed.engine.federation import Federation
 from nestfed.engine.options import Evaluation
 from nestfed.engine.progress import Progress
@@ -55,6 +56,7 @@ class RunDirectory:
         self.point, self.rounds, self.evaluation, self.every = point, rounds, evaluation, checkpoint_every
         self._warn = warn
         self.progress: Progress | None = None
+        self.callbacks = Callbacks()
         self.history: list[Record] = []
         self.laps: dict[str, float] = {}
         """Seconds by activity."""
@@ -121,6 +123,7 @@ class RunDirectory:
     ) -> None:
         if self.progress is not None:
             self.progress.__exit__(kind, error, trace)
+        self.callbacks.end(error)
         if self._log is not None:
             self._log.close()
 
@@ -230,6 +233,7 @@ class RunDirectory:
 
     def _show(self, record: Record) -> None:
         found = metrics_of(record)
+        self.callbacks.record(record)
         if self.progress is not None:
             self.progress.update(record, found)
         if found and self.leads:

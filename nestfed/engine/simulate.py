@@ -19,6 +19,7 @@ from torch import Tensor
 from nestfed import metrics
 from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine import probe
+from nestfed.engine.callbacks import Callback, Callbacks, Started, settings_of
 from nestfed.engine.federation import Failing, Federation
 from nestfed.engine.local import Local
 from nestfed.engine.loop import Plan, drive
@@ -104,6 +105,7 @@ def simulate(
     execution: Execution = Execution(),
     directory: str | Path | None = None,
     progress: bool | None = None,
+    callbacks: Sequence[Callback | Callable[[Record], Any]] = (),
 ) -> Result:
     """Train for a number of communication rounds of q local iterations each.
 
@@ -116,6 +118,8 @@ def simulate(
     - `execution`: how to run clients on this machine; results change by rounding only.
     - `directory`: write the record and checkpoints there, and resume from them. Only one run at a time may use it.
     - `progress`: show a progress bar; None = only on a terminal.
+    - `callbacks`: functions that are called with every record, or `Callback` objects. If one fails, it ends with a warning; the run
+      continues.
     """
     require_locks()
     _check(problem, method, rounds, q, evaluation, exchange, evaluate is not None or measure is not None)
@@ -147,6 +151,9 @@ def simulate(
             state = book.resume(state, device)
             if statement and path is not None and group.leads:
                 write_atomically(path / "privacy.txt", f"{statement}\n".encode())
+            book.callbacks = Callbacks(callbacks if group.leads else (), book.warn)
+            facts = settings_of(method, rounds=rounds, q=q, seed=seed, clients=len(clients))
+            book.callbacks.start(Started(method.name, facts, list(book.history), path))
             book.progress = Progress(method.name, rounds, state.round, progress if group.leads else False)
             with book, book.deferred_interrupt(), torch.no_grad():
                 drive(plan, state, federation, book)

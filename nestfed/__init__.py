@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         FedNova,
         FedProx,
         FedRep,
+        FeDXL1,
+        FeDXL2,
         FedYogi,
         LocalBSGD,
         LocalMOML,
@@ -51,17 +53,19 @@ if TYPE_CHECKING:
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
-    from nestfed.data.clients import Balanced, Examples, Paced, Pairs
+    from nestfed.data.clients import Balanced, CrossPairs, Examples, Paced, Pairs
     from nestfed.data.loaders import Loaders
     from nestfed.engine.callbacks import Callback
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
+    from nestfed.engine.warm_up import WarmUp
     from nestfed.experiment.direct import compare, sweep, tune
     from nestfed.models import held_out
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
+    from nestfed.problems.paired import PairedAP, PairedAUROC
     from nestfed.report.callbacks import MLflow, TensorBoard, WandB
     from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
@@ -86,6 +90,8 @@ _NAMES = {
         "FCSG",
         "FCSGM",
         "FMGDA",
+        "FeDXL1",
+        "FeDXL2",
         "FedAMS",
         "FedAdagrad",
         "FedAdam",
@@ -117,6 +123,7 @@ _NAMES = {
     ),
     "nestfed.data.clients": (
         "Balanced",
+        "CrossPairs",
         "Examples",
         "Paced",
         "Pairs",
@@ -133,6 +140,7 @@ _NAMES = {
         "Result",
         "simulate",
     ),
+    "nestfed.engine.warm_up": ("WarmUp",),
     "nestfed.experiment.direct": (
         "compare",
         "sweep",
@@ -152,6 +160,10 @@ _NAMES = {
         "MLflow",
         "TensorBoard",
         "WandB",
+    ),
+    "nestfed.problems.paired": (
+        "PairedAP",
+        "PairedAUROC",
     ),
     "nestfed.study": (
         "FederatedAUC",
@@ -191,11 +203,14 @@ __all__ = [
     "Classify",
     "Compositional",
     "Conditional",
+    "CrossPairs",
     "Ditto",
     "Evaluation",
     "Examples",
     "Exchange",
     "Execution",
+    "FeDXL1",
+    "FeDXL2",
     "FedAMS",
     "FedAdagrad",
     "FedAdam",
@@ -227,11 +242,14 @@ __all__ = [
     "NaiveAdaptive",
     "NestfedError",
     "Paced",
+    "PairedAP",
+    "PairedAUROC",
     "Pairs",
     "Result",
     "Scaffold",
     "TensorBoard",
     "WandB",
+    "WarmUp",
     "Yogi",
     "algorithm",
     "compare",

@@ -332,6 +332,8 @@ class Tape:
     examples: int = 0
     evaluations: int = 0
     loss: Tensor | None = None
+    buffers: Tensor | None = None
+    """The model's running statistics after the first evaluation."""
 
     def note(self, examples: int, loss: Tensor | None = None) -> None:
         """Add one evaluation; the first loss is the one at the current point."""
@@ -363,6 +365,8 @@ class Batch:
     """Evaluate the batch in this many pieces, one after another, to save memory."""
     clips: bool = True
     """The problem clips its gradients, if it has a clipping norm."""
+    buffers: Tensor | None = None
+    """The model's running statistics before this step, for all of its points; None = those of the user's module."""
 
     @property
     def raw(self) -> Batch:
@@ -518,27 +522,54 @@ class Problem(ABC):
     """The model has 2-d convolutions, which are faster with the channels last."""
     heavy: bool = False
     """The model has convolutions or recurrences, which are slower when vectorised over clients."""
+    buffers: str = ""
+    """The model keeps running statistics, which are averaged ("average") or stay on their client ("private")."""
 
     @property
     @abstractmethod
     def x0(self) -> Tensor:
         """The starting point, one flat vector of floats."""
 
+    @property
+    def b0(self) -> Tensor:
+        """The model's running statistics at the start, one flat vector; empty if it keeps none."""
+        return self.x0.new_zeros(0)
+
     def project(self, x: Tensor) -> Tensor:
         """Return the nearest feasible point; by default all points are feasible."""
         return x
+
+    def project_buffers(self, b: Tensor) -> Tensor:
+        """Return the nearest feasible running statistics: variances are not negative."""
+        return b
 
     def clipped(self, estimate: Tensor) -> Tensor:
         """Return an estimate of the gradient, shortened to the problem's clipping norm if it has one."""
         return estimate
 
     def bind(self, x: Tensor, *, train: bool = False) -> Any:
-        """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module."""
+        """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module.
+
+        x may have running statistics behind the parameters, here and in `module`.
+        """
         return x
 
     def module(self, x: Tensor) -> Any:
         """Return the result of a run: a model that owns its parameters, or a copy of x."""
         return x.detach().clone()
+
+    def start(self, model: Any) -> Tensor:
+        """Return the starting point for a model that `module` of a problem on the same model returned.
+
+        What the model does not have, such as AUROC's thresholds, starts as in x0.
+        """
+        x0 = self.x0
+        if getattr(model, "shape", None) != x0.shape:
+            raise NestfedError(
+                f"The trained model is a {type(model).__name__}, but this {type(self).__name__} starts from a vector of "
+                f"{x0.numel()} numbers."
+            )
+        return model.detach().to(x0).clone()
 
     def to(self, device: torch.device) -> None:  # noqa: B027 - by default there is nothing to move
         """Move the problem's tensors, including x0, to a device."""
@@ -586,6 +617,57 @@ class Composed(Differentiable):
     @abstractmethod
     def which(self, batch: Batch) -> Tensor:
         """Return the k indices of the batch's tasks among the client's tasks."""
+
+
+class Drawn(NamedTuple):
+    """The rows of a batch of a `Paired` problem: b1 of S1 and b2 of S2."""
+
+    rows: Tensor
+    """The number of each S1 row among the client's own S1 rows, (b1,); rows without weight have the last number."""
+    first: Tensor
+    """The weights of the S1 rows, (b1,): the mean over a batch of weight·value, and then over clients, estimates the
+    objective. A row that only fills the batch has weight 0."""
+    second: Tensor
+    """The weights of the S2 rows, (b2,)."""
+    marks: Tensor
+    """What ℓ needs of the S2 rows besides their scores, (b2, marks)."""
+
+
+class Paired(Differentiable):
+    """F(x) = mean over z ∈ S1 of f(mean over z' ∈ S2 of ℓ(h(x; z), h(x; z'))), S1 and S2 over all clients together.
+
+    `grad` compares the rows of a client with its own. FeDXL compares them with those of all clients: then methods call
+    `scores`, `pair` and `outer`, and count the evaluation (`Batch.note`).
+    """
+
+    kinds = "Paired, such as PairedAUROC"
+    inner_dim: int = 1
+    """The number of values of ℓ."""
+    marks: int = 0
+    """The numbers that ℓ needs of an S2 row besides its score, such as its label."""
+    linear: bool = False
+    """f is linear."""
+    rows: int = 0
+    """The numbers that S1 rows of a client may have (`Drawn.rows`): 0 … rows−1; 0 = unknown."""
+
+    @abstractmethod
+    def scores(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+        """Return h of the S1 rows, (b1,), of the S2 rows, (b2,), and the pullback (v, v') ↦ ∇(vᵀh + v'ᵀh')."""
+
+    @abstractmethod
+    def drawn(self, batch: Batch) -> Drawn:
+        """Return the numbers, weights and marks of the batch's rows."""
+
+    @abstractmethod
+    def pair(self, first: Tensor, second: Tensor, marks: Tensor) -> Tensor:
+        """Return ℓ of scores of S1 and S2, of shape (…), with the marks of the latter, (…, marks): (…, inner_dim).
+
+        Written in torch, so that methods can differentiate it, like `outer`.
+        """
+
+    @abstractmethod
+    def outer(self, u: Tensor) -> Tensor:
+        """Return f(u), from (…, inner_dim) to (…)."""
 
 
 class Saddle(Problem):
@@ -708,7 +790,7 @@ class Algorithm(ABC, Generic[P, S]):
     """Its clients exchange something; False only for training alone, which costs no bytes."""
 
     family: ClassVar[str] = "plain"
-    """Where `nestfed list` shows it: plain, conditional, compositional or minimax."""
+    """Where `nestfed list` shows it: plain, conditional, compositional, minimax or pairs."""
     cites: ClassVar[tuple[str, ...]] = ()
     """The BibTeX entries to cite."""
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -769,6 +851,10 @@ class Algorithm(ABC, Generic[P, S]):
         """Return the fields that the server fills from contributions: the tables, and `fresh`."""
         return (*self.gathered.values(), "fresh") if self.gathered else ()
 
+    def solution(self, shared: Fields, private: Fields) -> Tensor:
+        """Return the solution, for `problem.bind` and `problem.module`: the point."""
+        return shared[self.point]
+
     def own_points(self, problem: P, shared: Fields, private: Fields) -> Tensor | None:
         """Return every client's own point, one row each, or None if the method trains none.
 
@@ -800,21 +886,9 @@ class Served(Algorithm[Any, Any]):
                 f"{self.method.name} {own}, so it cannot be served by {self.by.name or type(self.by).__name__}; choose a "
                 "method whose server averages, such as fedavg."
             )
-        object.__setattr__(self, "name", f"{self.method.name}+{self.by.name or type(self.by).__name__}")
-        for fact in (
-            "accepts",
-            "shared",
-            "private",
-            "gathered",
-            "single",
-            "point",
-            "family",
-            "cites",
-            "steps",
-            "sizes",
-            "evaluations",
-        ):
+        for fact in Algorithm.__annotations__:
             object.__setattr__(self, fact, getattr(self.method, fact))
+        object.__setattr__(self, "name", f"{self.method.name}+{self.by.name or type(self.by).__name__}")
 
     @property
     def server(self) -> Server:

@@ -1,7 +1,7 @@
 """Networks, and how to build one by name.
 
 All networks return logits: no final activation, and shape (n,) instead of (n, 1) for one output.
-None keeps running statistics, because federated averaging covers only parameters.
+None keeps running statistics, which are not parameters.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from nestfed.algorithms.buffered import with_buffers
 from nestfed.core import (
     Algorithm,
     Batch,
@@ -39,6 +40,7 @@ from nestfed.core import (
     Differentiable,
     Fields,
     NestfedError,
+    Paired,
     Problem,
     Saddle,
     SolvableSaddle,
@@ -205,7 +207,7 @@ def check_problem(problem: Any, clients: Any, *, exact: bool = True, seed: int =
         _check_shapes(problem, what, name, answers[0], points, data)
         _close(answers[1], answers[0], f"{what} with batch.eager False and True")
         _check_tape(what, question, points, Batch(data, key, eager=True))
-        if run.alike and len(run) > 1:
+        if run.alike and len(run) > 1 and not problem.buffers:
             _check_vectorised(what, question, points, run, key)
     if exact:
         _check_differences(problem, kind, points, data, key, generator)
@@ -255,6 +257,13 @@ def _questions(problem: Problem) -> dict[str, Question]:
         asked["outer_grad"] = lambda at, batch: problem.outer_grad(problem.inner(at[0], batch)[0], batch)
         if _has_tasks(problem):
             asked["which"] = lambda at, batch: problem.which(batch)
+    if isinstance(problem, Paired):
+
+        def scored(at: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, ...]:
+            first, second, pull = problem.scores(at[0], batch)
+            return first, second, pull(torch.ones_like(first), torch.ones_like(second))
+
+        asked["scores"] = scored
     if isinstance(problem, Saddle):
         asked["grads"] = lambda at, batch: problem.grads(at[0], at[1], batch)
     if isinstance(problem, SolvableSaddle):
@@ -285,6 +294,9 @@ def _check_shapes(problem: Any, what: str, name: str, found: Any, points: tuple[
         expected = [rows, tuple(x.shape)] if name == "inner" else [rows]
     if name == "best_dual":
         expected = [tuple(points[1].shape)]
+    if name == "scores":
+        drawn = problem.drawn(Batch(data))
+        expected = [tuple(drawn.first.shape), tuple(drawn.second.shape), tuple(x.shape)]
     for one, shape in zip(_tensors(found), expected, strict=True):
         _require(tuple(one.shape) == shape, f"{what} returns the shape {tuple(one.shape)}, not {shape}.")
         _require(one.dtype == x.dtype, f"{what} returns {one.dtype}, but x is {x.dtype}.")
@@ -363,6 +375,15 @@ def _check_differences(
             for d in directions:
                 change = along(lambda at: problem.inner(at[0], batch())[0], d)
                 agree(f"{kind}.inner's pullback", (linear * d[0]).sum(), (change * v).sum(1).mean())
+        if isinstance(problem, Paired):
+            first, second, back = problem.scores(at[0], batch())
+            v, w = (
+                torch.randn(h.shape, generator=generator, dtype=torch.float64).to(h.device) for h in (first, second)
+            )
+            linear = back(v, w) - problem.scores(at[0], batch())[2](0 * v, 0 * w)
+            for d in directions:
+                change = along(lambda at: torch.cat(problem.scores(at[0], batch())[:2]), d)
+                agree(f"{kind}.scores' pullback", (linear * d[0]).sum(), (change * torch.cat([v, w])).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -388,7 +409,7 @@ class Trial:
     @property
     def mode(self) -> str:
         """The default mode: vectorised if possible."""
-        return "vmap" if self.clients.alike else "loop"
+        return "vmap" if self.clients.alike and not self.problem.buffers else "loop"
 
     @property
     def some(self) -> int:
@@ -435,6 +456,7 @@ def check_algorithm(
     q: local iterations per round.
     rounds: the length of each run, which must not diverge.
     """
+    method = with_buffers(problem, method, "last")
     trial = Trial(method, problem, as_clients(clients).seeded(seed), q, rounds, seed)
     for check in ALGORITHM_CHECKS.values():
         check(trial)
@@ -588,7 +610,7 @@ def check_modes(trial: Trial) -> None:
 
     alone = trial.run(mode="loop", measure=measure)
     _require(not torch.equal(points[0], points[-1]), f"{trial.name} does not leave the starting point.")
-    if trial.clients.alike:
+    if trial.mode == "vmap":
         path, points = points, []
         _same_run(trial.run(mode="vmap", measure=measure), alone, f"{trial.name} vectorised and in a loop")
         _close(points, path, f"{trial.name} vectorised and in a loop: the points after every round")

@@ -76,6 +76,8 @@ CASES: dict[str, Case] = {
         ("eta", "c_hat", "c", "rho"),
         ("alpha", "beta", "rho2"),
     ),
+    "fedxl1": Case({"eta": 0.05, "passive": 2}, "paired"),
+    "fedxl2": Case({"eta": 0.05, "gamma": 0.7, "beta": 0.3, "passive": 2}, "precise", weights=("gamma", "beta")),
 }
 Q = 3
 FEW = ("scaffold", "fedadam", "acc-fcsg-m", "local-scgdm-tasks", "codasca", "fmgda", "bspiderboost")

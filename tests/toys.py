@@ -7,15 +7,20 @@ nonlinearity, so a method that mixes up batches or points gives other numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from nestfed_papers.toys import ToyClients
 from torch import Tensor, nn
 
-from nestfed.core import Batch, Data, SolvableSaddle, as_batch
+from nestfed.core import Algorithm, Batch, Clients, Data, Differentiable, SolvableSaddle, as_batch
+from nestfed.data.clients import CrossPairs
+from nestfed.data.random import Purpose, Streams
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
+from nestfed.problems.paired import PairedAP, PairedAUROC
 from tests.support import simulate
 
 D, P, B, M, TASKS, SAMPLED = 3, 4, 2, 3, 4, 2
@@ -26,7 +31,7 @@ class Setting(NamedTuple):
     """A problem, its clients, and its numpy functions of (n, t, …) as the boxes want them."""
 
     problem: Any
-    clients: ToyClients
+    clients: Any
     x0: np.ndarray
     maps: dict[str, Callable[..., Any]]
 
@@ -39,7 +44,7 @@ def constants(*shape: int, seed: int = 0) -> Tensor:
     return torch.tensor(np.random.default_rng(seed).normal(size=shape))
 
 
-def numpy(clients: ToyClients, n: int, t: int) -> Any:
+def numpy(clients: Clients, n: int, t: int) -> Any:
     batch = clients.seeded(SEED).sample(n, t)
     return torch.utils._pytree.tree_map(lambda leaf: leaf.double().numpy(), batch)
 
@@ -237,7 +242,147 @@ def minimax(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     return Setting(problem, clients, start(dtype).double().numpy(), maps)
 
 
-SETTINGS = {f.__name__: f for f in (plain, parted, conditional, compositional, tasked, minimax)}
+class Bent(nn.Module):
+    """The score aᵀx + 0.3 sin(aᵀx)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(start(dtype))
+
+    def forward(self, a: Tensor) -> Tensor:
+        r = a @ self.weight
+        return r + 0.3 * torch.sin(r)
+
+
+HELD = ((3, 9), (6, 5), (0, 7), (4, 0), (5, 8))
+"""Positives and negatives of the sites: too few for a batch, enough, none, only these."""
+
+
+def rows_of_sites(N: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, list[np.ndarray]]:
+    """Return examples with labels, and which site holds which."""
+    labels = [label for held in HELD[:N] for label, count in zip((1, 0), held) for _ in range(count)]
+    y = torch.tensor(labels)
+    x = constants(len(y), D, seed=1) + 0.4 * y[:, None]
+    ends = np.cumsum([0, *(sum(held) for held in HELD[:N])])
+    return x.to(dtype), y, [np.arange(a, b) for a, b in pairwise(ends)]
+
+
+def paired(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """Positives against negatives, ψ = log(1 + e^−s)."""
+
+    def ell(a: float, b: float, y: float) -> np.ndarray:
+        return np.array([np.log1p(np.exp(b - a))])
+
+    def slopes(a: float, b: float, y: float) -> tuple[np.ndarray, np.ndarray]:
+        r = 1 / (1 + np.exp(a - b))
+        return np.array([-r]), np.array([r])
+
+    x, y, parts = rows_of_sites(N, dtype)
+    clients = CrossPairs((x, y), parts, first=4, second=5)
+    problem = PairedAUROC(Bent(dtype), loss="logistic", rows=clients.rows)
+    maps = {"ell": ell, "slopes": slopes, "outer": lambda u: np.ones(1)}
+    return Setting(problem, clients, start(dtype).double().numpy(), maps | crossing(clients))
+
+
+def precise(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """Positives against all rows, f(u) = −(u₁ + ε)/(u₂ + ε), ℓ = max(½ − h + h', 0)² of sigmoids."""
+
+    def sigmoid(r: float) -> float:
+        return 1 / (1 + np.exp(-r))
+
+    def ell(a: float, b: float, y: float) -> np.ndarray:
+        return max(0.5 - sigmoid(a) + sigmoid(b), 0.0) ** 2 * np.array([y, 1.0])
+
+    def slopes(a: float, b: float, y: float) -> tuple[np.ndarray, np.ndarray]:
+        twice = 2 * max(0.5 - sigmoid(a) + sigmoid(b), 0.0) * np.array([y, 1.0])
+        return -twice * sigmoid(a) * sigmoid(-a), twice * sigmoid(b) * sigmoid(-b)
+
+    def outer(u: np.ndarray) -> np.ndarray:
+        first, second = u + 1e-4 * 0.25
+        return np.array([-1 / second, first / second**2])
+
+    x, y, parts = rows_of_sites(N, dtype)
+    clients = CrossPairs((x, y), parts, first=4, second=5, everything=True)
+    problem = PairedAP(Bent(dtype), margin=0.5, rows=clients.rows)
+    maps = {"ell": ell, "slopes": slopes, "outer": outer}
+    return Setting(problem, clients, start(dtype).double().numpy(), maps | crossing(clients))
+
+
+class Tilted(PairedAUROC):
+    """f(u) = log u, ℓ = 1 + e^−s: f is not defined at 0."""
+
+    linear = False
+
+    def pair(self, first: Tensor, second: Tensor, marks: Tensor) -> Tensor:
+        return 1 + torch.exp(second - first)[..., None]
+
+    def outer(self, u: Tensor) -> Tensor:
+        return torch.log(u[..., 0])
+
+
+def tilted(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """Positives against negatives with f not linear: a site without negatives has no u at the start."""
+    s = paired(N, dtype)
+
+    def slopes(a: float, b: float, y: float) -> tuple[np.ndarray, np.ndarray]:
+        return -np.array([np.exp(b - a)]), np.array([np.exp(b - a)])
+
+    own = {"ell": lambda a, b, y: np.array([1 + np.exp(b - a)]), "slopes": slopes, "outer": lambda u: 1 / u}
+    return s._replace(problem=Tilted(Bent(dtype), rows=s.clients.rows), maps={**s.maps, **own})
+
+
+def crossing(clients: CrossPairs) -> dict[str, Callable[..., Any]]:
+    """Return what the boxes need of rows, scores and luck."""
+
+    def first(n: int, t: int) -> list[tuple[int, np.ndarray, float]]:
+        rows, number, weight = numpy(clients, n, t)[0]
+        return [(int(i), a, w) for i, a, w in zip(number, rows, weight)]
+
+    def second(n: int, t: int) -> list[tuple[float, np.ndarray, float]]:
+        rows, label, weight = numpy(clients, n, t)[1]
+        return list(zip(label, rows, weight))
+
+    def score(x: np.ndarray, a: np.ndarray) -> float:
+        return float(a @ x + 0.3 * np.sin(a @ x))
+
+    def pull(x: np.ndarray, a: np.ndarray) -> np.ndarray:
+        return (1 + 0.3 * np.cos(a @ x)) * a
+
+    def mixed(h: int) -> int:
+        """The finaliser of SplitMix64."""
+        h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        h = (h ^ (h >> 27)) * 0x94D049BB133111EB % 2**64
+        return h ^ (h >> 31)
+
+    def luck(n: int, t: int, side: int, place: int) -> float:
+        key = int(Streams(SEED).at(Purpose.DROPOUT, n, t).integers(2**62))
+        bits = mixed(mixed(place + (side << 40) + (1 << 62)) ^ key)
+        return (bits >> 20 & (2**44 - 1)) / 2**44
+
+    return {"first": first, "second": second, "score": score, "pull": pull, "luck": luck, "rows": lambda: clients.rows}
+
+
+class Ranking:
+    """Pairs across sites with a linear score and ψ = (1−s)²: F(x) = 1 − 2cᵀx + xᵀCx, c and C the moments of differences."""
+
+    def __init__(self, N: int = 4, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        x, y, parts = rows_of_sites(N, dtype)
+        x = x + 0.4 * y[:, None]
+        self.clients = CrossPairs((x, y), parts, **{"first": 4, "second": 5, **options})
+        model = nn.Linear(D, 1, bias=False, dtype=dtype)
+        nn.init.zeros_(model.weight)
+        self.problem = PairedAUROC(nn.Sequential(model, nn.Flatten(0)), loss="square", rows=self.clients.rows)
+        gap = (x[y == 1][:, None] - x[y == 0]).flatten(0, 1)
+        self.c, self.C = gap.mean(0), gap.T @ gap / len(gap)
+        self.minimiser = torch.linalg.solve(self.C, self.c)
+
+    def value(self, x: Tensor) -> float:
+        return float(1 - 2 * self.c @ x + x @ self.C @ x)
+
+
+SETTINGS = {
+    f.__name__: f for f in (plain, parted, conditional, compositional, tasked, minimax, paired, precise, tilted)
+}
 
 
 Rounds = list[tuple[int, dict[str, Tensor]]]
@@ -254,3 +399,41 @@ def trace(problem: Any, algorithm: Any, clients: Any, **options: Any) -> tuple[A
     options = {"seed": SEED, "progress": False, **options}
     result = simulate(problem, algorithm, clients, measure=measure, **options)
     return result, [(record["iteration"], fields) for record, fields in zip(result.history, seen)]
+
+
+class Flock(NamedTuple):
+    """The model, the own norms of the round so far, and everybody's of the last round."""
+
+    x: Tensor
+    norms: Tensor
+    everybody: Tensor
+    fresh: Tensor
+
+
+@dataclass(frozen=True)
+class Flocking(Algorithm[Differentiable, Flock]):
+    """FedAvg whose step is divided by 1 + the fresh clients' last norms, weighted by their place in the table."""
+
+    eta: float = 0.1
+
+    name = "flocking"
+    accepts = Differentiable
+    shared = ("x",)
+    gathered: ClassVar = {"norms": "everybody"}
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Flock:
+        empty = x0.new_zeros(0, 2)
+        return Flock(x0, empty, empty, empty)
+
+    def receive(self, s: Flock, t: int) -> Flock:
+        return s._replace(norms=s.norms[:0])
+
+    def ends_round(self, t: int, q: int) -> bool:
+        return t % q == 0  # the first round has one iteration
+
+    def step(self, problem: Differentiable, s: Flock, batch: Batch, t: int) -> Flock:
+        g = problem.grad(s.x, batch)
+        place = torch.arange(1, len(s.fresh) + 1).to(s.x)
+        known = (s.everybody.flatten(1).sum(1) * s.fresh * place).sum() if s.everybody.numel() else g.new_zeros(())
+        norm = torch.stack([g.norm(), s.x.norm()])[None]
+        return s._replace(x=s.x - self.eta / (1 + known) * g, norms=torch.cat([s.norms, norm]))

@@ -37,7 +37,8 @@ app.command("lr-find")(lr_find_command)
 
 File = Annotated[str, typer.Argument(help="An experiment file, or a name from `nestfed list`.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to override, such as algorithm.alpha=0.1 run.rounds=50.")
+    list[str] | None,
+    typer.Argument(help="Settings to override, such as algorithm.alpha=0.1 run.rounds=50 warm_up.rounds=5."),
 ]
 DatasetName = Annotated[str, typer.Argument(help="A dataset from `nestfed data list`.")]
 

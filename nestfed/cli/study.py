@@ -52,6 +52,8 @@ def train_command(
     from nestfed.study.tables import read_sites
     from nestfed.study.train import train
 
+    place = out or Path("runs") / f"train-{target}"
+    export.claim(place, target, objective)
     with _warnings_in_one_line():
         data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
         if len(data.classes) == 2:
@@ -59,7 +61,6 @@ def train_command(
         outcome = train(
             data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
         )
-    place = out or Path("runs") / f"train-{target}"
     written = export.write(outcome, place, files)
     columns, rows = export.results(outcome)
     typer.echo()

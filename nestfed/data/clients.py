@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Clients, Data, NestfedError, as_clients
+from nestfed.core import Clients, Data, NestfedError, as_clients, one_of, whole
 from nestfed.data.random import Purpose, Streams
 
 Size = int | Callable[[int], int]
@@ -23,7 +23,7 @@ Size = int | Callable[[int], int]
 
 def size_at(size: Size, t: int) -> int:
     """Return a batch size at iteration t."""
-    return size(t) if callable(size) else size
+    return whole("A batch size", size(t) if callable(size) else size)
 
 
 def every(period: int, large: int, small: int) -> Callable[[int], int]:
@@ -78,11 +78,16 @@ class _Held(Clients):
         if len(sizes) != 1:
             raise NestfedError(f"All arrays must hold the same examples, but their lengths are {sorted(sizes)}.")
         (total,) = sizes
-        if not self.parts:
+        if len(self.parts) == 0:
             raise NestfedError("There are no clients: the partition is empty.")
+        object.__setattr__(self, "parts", [np.asarray(part) for part in self.parts])
         for n, part in enumerate(self.parts):
-            if len(part) == 0:
+            if part.size == 0:
                 raise NestfedError(f"Client {self.label(n)} has no examples.")
+            if part.ndim != 1 or part.dtype.kind not in "iu":
+                raise NestfedError(
+                    f"The part of client {self.label(n)} must be a list of row numbers, not {part!r:.60}."
+                )
             if part.min() < 0 or part.max() >= total:
                 raise NestfedError(f"Client {self.label(n)} has an index outside 0…{total - 1}.")
         object.__setattr__(self, "_streams", Streams(self.seed or 0))
@@ -205,6 +210,13 @@ class Paced(Clients):
         self.clients.close()
 
 
+def _reject_other_labels(clients: _Held) -> None:
+    """Reject labels other than 0 and 1."""
+    found = [v for v in clients.arrays[1].unique().tolist() if v not in (0, 1)]
+    if found:
+        raise NestfedError(f"{type(clients).__name__} needs labels 0 and 1, not {found[0]:g}.")
+
+
 @dataclass(frozen=True)
 class Examples(_Held):
     """Clients that draw plain batches: a tuple of the arrays' rows, without replacement within a batch.
@@ -241,6 +253,7 @@ class Balanced(_Held):
     def __post_init__(self) -> None:
         super().__post_init__()
         p = mean_rate(self.arrays[1], self.parts) if self.p is None else self.p
+        _reject_other_labels(self)
         if not 0 < p < 1:
             raise NestfedError("Balanced needs positives and negatives: all examples are of one class.")
         labels = self.arrays[1].cpu().numpy()
@@ -296,8 +309,7 @@ class Pairs(_Held):
     def __post_init__(self) -> None:
         super().__post_init__()
         labels = self.arrays[1].cpu().numpy()
-        if not np.isin(labels, (0, 1)).all():
-            raise NestfedError("Pairs needs labels 0 and 1.")
+        _reject_other_labels(self)
         if self.inner < 2:
             raise NestfedError(f"The inner batch needs at least 2 examples, not {self.inner}.")
         positives = self.inner // 2 if self.inner_positives is None else self.inner_positives
@@ -336,3 +348,95 @@ class Pairs(_Held):
         )
         outer = (x[:, :b], present[:, None].expand(-1, b))
         return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(kind), inner.to(kind)))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The rows of all clients together, from counts that clients may share."""
+
+    clients: int
+    positives: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class CrossPairs(_Held):
+    """Clients for pairs across clients (`PairedAUROC`, `PairedAP`): `first` positives and `second` others a batch.
+
+    The arrays are (x, y) with y in {0, 1}. S1 are the positives, S2 the negatives, or all rows with `everything`. A batch is
+    ((x, number, weight), (x', y', weight')), no row twice. A client with fewer rows than a batch draws them all; rows
+    with weight 0 fill the batch. `number` counts the client's own S1 rows.
+
+    over: "rows" gives every row of all clients the same weight: a client's mean over Sⁿ counts p_n = N|Sⁿ|/|S|, and a
+        client without rows in S has no such term. "clients" gives every client the same weight.
+    totals: the rows of all clients, where only some are here; None = those of `parts`.
+    """
+
+    first: Size = field(default=8, kw_only=True)
+    second: Size = field(default=8, kw_only=True)
+    everything: bool = field(default=False, kw_only=True)
+    over: str = field(default="rows", kw_only=True)
+    totals: Totals | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("over", self.over, ("rows", "clients"))
+        labels = self.arrays[1].cpu().numpy()
+        if not np.isin(labels, (0, 1)).all():
+            raise NestfedError("CrossPairs needs labels 0 and 1.")
+        held = [(part[labels[part] == 1], part if self.everything else part[labels[part] == 0]) for part in self.parts]
+        totals = self.totals or Totals(len(held), sum(len(s) for s, _ in held), sum(map(len, self.parts)))
+        sizes = totals.positives, totals.rows if self.everything else totals.rows - totals.positives
+        if not min(sizes):
+            raise NestfedError("CrossPairs needs positives and negatives: all examples are of one class.")
+        if self.over == "clients":
+            for n, sides in enumerate(held):
+                if not all(map(len, sides)):
+                    what = "negative" if len(sides[0]) else "positive"
+                    raise NestfedError(
+                        f"Client {self.label(n)} has no {what} examples and would contribute nothing to the pool, so over = "
+                        "'clients' would give the two halves of a pairwise direction different objectives: use over = 'rows'."
+                    )
+        shares = [
+            [totals.clients * len(s) / size if self.over == "rows" else 1.0 for s, size in zip(sides, sizes)]
+            for sides in held
+        ]
+        object.__setattr__(self, "_held", held)
+        object.__setattr__(self, "_shares", shares)
+
+    @property
+    def rows(self) -> int:
+        """One more than the largest number of S1 rows of a client: what a problem with one state per S1 row needs."""
+        return 1 + max(len(first) for first, _ in self._held)  # type: ignore[attr-defined]
+
+    def _positions(self, n: int, t: int) -> list[np.ndarray]:
+        """Draw client n's rows of S1 and S2, as positions among its own."""
+        streams: Streams = self._streams  # type: ignore[attr-defined]
+        return [
+            without_replacement(streams.at(purpose, n, t), len(own), min(size_at(size, t), len(own)))
+            for purpose, own, size in zip((Purpose.BATCH, Purpose.INNER), self._held[n], (self.first, self.second))  # type: ignore[attr-defined]
+        ]
+
+    def indices(self, n: int, t: int) -> np.ndarray:
+        """Draw S1 rows, then S2 rows; repeat any row to fill the batch."""
+        filled = []
+        for own, chosen, size in zip(self._held[n], self._positions(n, t), (self.first, self.second)):  # type: ignore[attr-defined]
+            filled += [own[chosen], np.repeat(self.parts[n][:1], size_at(size, t) - len(chosen))]
+        return np.concatenate(filled)
+
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int) -> Data:
+        """Add the numbers of the S1 rows, and the weights."""
+        x, y = gathered
+        kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        sizes = size_at(self.first, t), size_at(self.second, t)
+        numbers = np.full((len(ns), sizes[0]), self.rows - 1)
+        weights = [np.zeros((len(ns), size)) for size in sizes]
+        for i, n in enumerate(ns):
+            chosen = self._positions(n, t)
+            numbers[i, : len(chosen[0])] = chosen[0]
+            for side in (0, 1):
+                k = len(chosen[side])
+                weights[side][i, :k] = self._shares[n][side] * sizes[side] / max(k, 1)  # type: ignore[attr-defined]
+        first, second = (torch.from_numpy(w).to(x.device, kind) for w in weights)
+        b = sizes[0]
+        return (x[:, :b], torch.from_numpy(numbers).to(x.device), first), (x[:, b:], y[:, b:].to(kind), second)

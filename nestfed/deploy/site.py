@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nestfed.core import NestfedError
 from nestfed.data import encoding
+from nestfed.data.clients import Totals
 from nestfed.data.encoding import NO_TABLE, Schema, Sums, TableEncoding
 from nestfed.data.partition import Summary
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
@@ -64,6 +65,8 @@ class Agreement:
     p: float = 0.0
     """The share of positives in the mixture of all sites."""
     encoding: TableEncoding = NO_TABLE
+    totals: Totals = Totals(0, 0, 0)
+    """The rows of all sites that made the agreement."""
 
 
 def merge(facts: Mapping[str, Facts], clients: int, by_examples: bool = False) -> Agreement:
@@ -86,7 +89,8 @@ def merge(facts: Mapping[str, Facts], clients: int, by_examples: bool = False) -
     rows = [f.examples if by_examples else 1 for f in facts.values()]
     shares = [f.positives / max(f.examples, 1) for f in facts.values()]
     p = sum(weight * share for weight, share in zip(rows, shares)) / max(sum(rows), 1)
-    found = Agreement(clients, model.shape, model.classes, p)
+    totals = Totals(len(facts), sum(f.positives for f in facts.values()), sum(f.examples for f in facts.values()))
+    found = Agreement(clients, model.shape, model.classes, p, totals=totals)
     if not model.sums.schema:
         return found
     table = len(model.shape) == 1
@@ -177,7 +181,7 @@ def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
     prepared = replace(prepared, parts=[rows] * agreement.clients, names=[str(n) for n in range(agreement.clients)])
     if not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
-    assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed)
+    assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed, agreement.totals)
     log_odds = experiment.problem.log_odds
     return Made(assembly, lambda model: _tally(model, prepared, held, log_odds))
 
@@ -191,7 +195,7 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     rows = [np.arange(2)] * agreement.clients
     summary = Summary(np.zeros((0, 0), np.int64), (), ())
     empty = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, len(agreement.classes), None, summary)
-    return labelled(experiment, empty, agreement.p, experiment.run.seed)
+    return labelled(experiment, empty, agreement.p, experiment.run.seed, agreement.totals)
 
 
 def _divided(experiment: Experiment) -> Prepared:

@@ -5,10 +5,11 @@ An error of a callback ends that callback with a warning. The run and its record
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.round import Record
@@ -44,22 +45,35 @@ class Callbacks:
     """The callbacks of a run, each until its first error."""
 
     given: Sequence[Callback | Callable[[Record], Any]] = ()
-    warn: Callable[[str], None] = field(default=lambda sentence: None)
+    method: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    warn: Callable[[str], None] = warnings.warn
+    _started: bool = False
 
     def __post_init__(self) -> None:
         self._active = [each if isinstance(each, Callback) else _Function(each) for each in self.given]
 
-    def start(self, run: Started) -> None:
-        """Start them."""
-        self._each(lambda callback: callback.start(run))
+    def start(self, history: Sequence[Record], directory: Path | None) -> None:
+        """Start them, once: a warm-up and the rounds after it are one run."""
+        if not self._started:
+            self._started = True
+            run = Started(self.method, self.settings, list(history), directory)
+            self._each(lambda callback: callback.start(run))
 
     def record(self, record: Record) -> None:
         """Give each a copy of a record."""
         self._each(lambda callback: callback.record(dict(record)))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.end(error)
+
     def end(self, error: BaseException | None) -> None:
-        """End them."""
-        self._each(lambda callback: callback.end(error))
+        """End them if they have been started."""
+        if self._started:
+            self._each(lambda callback: callback.end(error))
 
     def _each(self, call: Callable[[Callback], None]) -> None:
         for callback in list(self._active):

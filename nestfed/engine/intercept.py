@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nestfed.core import Batch, Composed, Differentiable, Problem, Saddle, SolvableSaddle
+from nestfed.core import Batch, Composed, Differentiable, Paired, Problem, Saddle, SolvableSaddle
 from nestfed.engine.round import Reply
 
 P = TypeVar("P", bound=Problem)
@@ -18,6 +18,7 @@ Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 EVALUATIONS: Mapping[Any, tuple[str, ...]] = {
     Differentiable: ("grad",),
     Composed: ("inner", "outer_grad"),
+    Paired: ("scores",),
     Saddle: ("grads",),
     SolvableSaddle: ("best_dual",),
 }
@@ -56,7 +57,12 @@ class WrongNumberError(Exception):
 
 def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Stop at the first evaluation with an infinite or NaN number."""
-    what = {"inner": "the inner value", "outer_grad": "the outer gradient", "best_dual": "the best w"}
+    what = {
+        "inner": "the inner value",
+        "outer_grad": "the outer gradient",
+        "best_dual": "the best w",
+        "scores": "the score",
+    }
 
     def call(*args: Any) -> Any:
         result = function(*args)

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from nestfed import algorithms, models
 from nestfed.core import OBJECTIVES, Algorithm, Metric, NestfedError
+from nestfed.data.clients import Totals
 from nestfed.data.partition import Summary
 from nestfed.engine.simulate import named_numbers
+from nestfed.engine.warm_up import WarmUp
 from nestfed.experiment.own import OwnExperiment
 from nestfed.experiment.prepare import Held, Prepared, prepare
-from nestfed.experiment.spec import Experiment, hyper_parameters
+from nestfed.experiment.spec import AlgorithmSpec, Experiment, ServerSpec, hyper_parameters
 from nestfed.metrics import judge, judge_pooled
 from nestfed.problems.flat import channels_last
-from nestfed.problems.objective import Generated, Labelled, Setting
+from nestfed.problems.objective import Generated, Labelled, Objective, Setting
 
 Metrics = dict[str, float]
 
@@ -43,6 +45,7 @@ class Assembly:
     """A model's scores of the test examples, and their labels; None unless each example has a single score."""
     validated: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
     """A model's scores of the validation examples, and their labels, if tuning may use them to judge noise."""
+    warm_up: WarmUp | None = None
 
     def evaluate(self, model: Any) -> Metrics:
         """Return all metrics; validation metrics have the prefix val_."""
@@ -75,7 +78,11 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
             experiment.execution.device,
         )
     )
-    return Assembly(made.problem, algorithm, made.clients, made.test, made.metric, made.validation)
+    before, spec = warm_up_method(experiment), experiment.warm_up
+    if before is not None and spec.problem.name:
+        raise NestfedError(f"{objective.name} brings its own examples, so warm_up.problem must be left out.")
+    warm_up = None if before is None else WarmUp(spec.rounds, before)
+    return Assembly(made.problem, algorithm, made.clients, made.test, made.metric, made.validation, warm_up=warm_up)
 
 
 def method(experiment: Experiment) -> Algorithm[Any, Any]:
@@ -84,8 +91,17 @@ def method(experiment: Experiment) -> Algorithm[Any, Any]:
         return experiment.method()
     if not experiment.algorithm.name:
         raise NestfedError("The experiment has no algorithm: set algorithm.name, or use `compare --algorithms`.")
-    made = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
-    server = experiment.server
+    return _served(experiment.algorithm, experiment.server)
+
+
+def warm_up_method(experiment: Experiment) -> Algorithm[Any, Any] | None:
+    """Build the method of the warm-up, if there is one."""
+    spec = experiment.warm_up
+    return _served(spec.algorithm, spec.server) if spec.rounds else None
+
+
+def _served(spec: AlgorithmSpec, server: ServerSpec) -> Algorithm[Any, Any]:
+    made = algorithms.build(spec.name, **hyper_parameters(spec))
     return made.served_by(algorithms.build_server(server.name, **server.hyper)) if server.name else made
 
 
@@ -110,27 +126,44 @@ def _measured(name: str, function: Callable[[Any], Any], model: Any) -> Metrics:
     return named_numbers(name, function(model))
 
 
-def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) -> Assembly:
-    """Build the objects from prepared examples; p is the mean share of positives over all clients."""
+def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, totals: Totals | None = None) -> Assembly:
+    """Build the objects from prepared examples.
+
+    - `p`: the mean share of positives over all clients.
+    - `totals`: the rows of all clients; None = those of the prepared parts.
+    """
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
     binary = prepared.classes == 2
-    if objective.binary and not binary:
-        raise NestfedError(f"{objective.name} needs two classes, not {prepared.classes}: set data.binary = true.")
     shape = tuple(prepared.x.shape[1:])
     model = models.build(
         experiment.model.name, shape, 1 if binary else prepared.classes, seed=seed, **experiment.model.options
     )
-    problem, clients = objective.build(
-        model,
-        (prepared.x, prepared.y),
-        prepared.parts,
-        p=p,
-        restarts=algorithm.restarts,
-        names=prepared.names,
-        transform=prepared.transform,
-        seed=seed,
-    )
+
+    def build(objective: Objective, algorithm: Algorithm[Any, Any]) -> tuple[Any, Any]:
+        if not isinstance(objective, Labelled):
+            raise NestfedError(f"warm_up.problem must work on labelled examples, which {objective.name} does not.")
+        if objective.binary and not binary:
+            raise NestfedError(f"{objective.name} needs two classes, not {prepared.classes}: set data.binary = true.")
+        return objective.build(
+            model,
+            (prepared.x, prepared.y),
+            prepared.parts,
+            p=p,
+            restarts=algorithm.restarts,
+            names=prepared.names,
+            transform=prepared.transform,
+            seed=seed,
+            **({"totals": totals} if objective.counted else {}),
+        )
+
+    problem, clients = build(objective, algorithm)
+    warm_up = None
+    if (before := warm_up_method(experiment)) is not None:
+        spec = experiment.warm_up
+        first, own_clients = build(spec.problem if spec.problem.name else objective, before)
+        # With the run's objective, the whole point is handed over, not the model alone.
+        warm_up = WarmUp(spec.rounds, before, first if spec.problem.name else None, own_clients)
     device = experiment.execution.device
     on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds)
     validation = None if prepared.validation is None else partial(on, held=prepared.validation)
@@ -138,7 +171,7 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int) ->
     held = prepared.validation
     validated = None if held is None else partial(scored, prepared=prepared, held=held, device=device)
     test, metric = partial(on, held=prepared.test), objective.metric(prepared.classes)
-    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, validated)
+    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, validated, warm_up)
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.experiment.run import DIVERGED, Job, run_jobs
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.tune import EXTEND, tune
-from nestfed.files import locked, write_atomically
+from nestfed.files import locked, make_directory, reject_foreign, write_atomically
 from nestfed.report import html, plot
 from nestfed.report.drawing import drawable
 from nestfed.report.page import Table
@@ -60,8 +60,8 @@ def compare(
         raise NestfedError(f"seeds must be at least 1, not {seeds}.")
     how: dict[str, Any] = {"trials": trials, "rounds": trial_rounds, "stopping": stopping, "seeds": trial_seeds}
     how["extend"] = extend
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
+    reject_foreign(out, "comparison or tuning", "trials.log", "*/seed-*", "*/trial-*")
+    with locked(make_directory(out)):
         metric, tuned = tune(experiment, methods, out, workers=workers, tell=tell, **how)
         chosen = {name: tuned[name].chosen for name in methods}
         _with_all_seeds(experiment, chosen, seeds, out, workers, tell)

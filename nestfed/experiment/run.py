@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from torch import Tensor
 
 from nestfed.algorithms import Alone
 from nestfed.choice import resampled
-from nestfed.core import DivergedError, NestfedError
+from nestfed.core import DivergedError, Fields, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.engine.run_directory import Interrupted
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import Assembly, assemble
 from nestfed.experiment.spec import Experiment, identity
-from nestfed.files import locked, require_locks, write_atomically, write_model
+from nestfed.files import locked, make_directory, reject_foreign, write_atomically, write_model
 from nestfed.metrics import find
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
@@ -55,11 +55,8 @@ def resamples(out: Path, step: int) -> list[float]:
 
 def claim(out: Path, experiment: Experiment) -> None:
     """Create a run's directory, or reject one that belongs to another experiment."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise NestfedError(f"Cannot create the directory {out}: {error.strerror}.") from error
-    path = out / "experiment.json"
+    reject_foreign(out, "run", "experiment.json")
+    path = make_directory(out) / "experiment.json"
     settings = json.dumps(experiment.resolved(), indent=2, sort_keys=True)
     if path.exists():
         try:
@@ -68,8 +65,6 @@ def claim(out: Path, experiment: Experiment) -> None:
             raise NestfedError(f"{path} cannot be read: {error}.") from error
         if identity(held) != identity(json.loads(settings)):
             raise NestfedError(f"{out} contains another experiment; choose another directory with --out.")
-    elif any(not p.name.startswith(".") for p in out.iterdir()):  # ignore temporary files of a killed process
-        raise NestfedError(f"{out} is not empty and contains no run; choose another directory with --out.")
     else:
         write_atomically(path, settings.encode())
 
@@ -97,10 +92,10 @@ def run(
     - `until`: pause after this round; 0 = run to the end.
     - `tuning`: do not evaluate on the test data.
     """
-    from nestfed.experiment.build import method
+    from nestfed.experiment.build import method, warm_up_method
 
-    require_locks()
     method(experiment)  # reject a wrong method first: its directory may be that of a comparison
+    warm_up_method(experiment)
     fresh = not out.exists()
     if leads():
         claim(out, experiment)
@@ -161,12 +156,13 @@ def _simulate(
         q=spec.q,
         seed=spec.seed,
         evaluate=None if alone else made.evaluate,
-        measure=(lambda shared, private: _mean_over_clients(made, private[made.algorithm.point])) if alone else None,
+        measure=partial(_mean_over_clients, made, alone) if alone else None,
         evaluation=evaluation,
         exchange=experiment.exchange,
         execution=replace(experiment.execution, profile=profile is not None),
         directory=out,
         progress=progress,
+        warm_up=made.warm_up,
     )
     if profile is not None:
         profile(result.profile)
@@ -192,8 +188,9 @@ def _simulate(
     return result.history
 
 
-def _mean_over_clients(made: Assembly, points: Tensor) -> dict[str, float]:
+def _mean_over_clients(made: Assembly, alone: Alone, shared: Fields, private: Fields) -> dict[str, float]:
     """Return the metrics of each client's own model, averaged over the clients where they are defined."""
+    points = alone.own_points(made.problem, shared, private)
     with torch.no_grad():
         each = [made.evaluate(made.problem.bind(x)) for x in points]
     known = {k: [found[k] for found in each if not math.isnan(found[k])] for k in each[0]}

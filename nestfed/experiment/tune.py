@@ -38,7 +38,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import assemble
 from nestfed.experiment.run import TUNING_SEED, Job, resamples, run_jobs
 from nestfed.experiment.spec import Experiment
-from nestfed.files import locked, write_atomically
+from nestfed.files import locked, make_directory, reject_foreign, write_atomically
 from nestfed.metrics import find
 from nestfed.report.summary import in_words
 
@@ -286,9 +286,12 @@ def validation(out: Path, metric: Metric, step: int) -> float:
     return float(found[-1]) if found and found[-1] is not None else metric.floor
 
 
-def pauses(rounds: int, every: int) -> list[int]:
-    """Return the rounds after which the worse half stops; they are rounded up to an evaluation."""
-    steps = {math.ceil(share * rounds / every) * every for share in STOPS}
+def pauses(rounds: int, every: int, before: int = 0) -> list[int]:
+    """Return the rounds after which the worse half stops; they are rounded up to an evaluation.
+
+    Shares are of the rounds after a warm-up of `before` rounds: in it, the trials of a method do not differ yet.
+    """
+    steps = {math.ceil((before + share * (rounds - before)) / every) * every for share in STOPS}
     return sorted(step for step in steps if step < rounds)
 
 
@@ -349,7 +352,7 @@ def _open(
     """Open or resume a method's study, with all its trials drawn."""
     space = search_space(experiment, method)
     count = number(space, trials)
-    rungs = pauses(variant.run.rounds, variant.evaluation.every) if stopping else []
+    rungs = pauses(variant.run.rounds, variant.evaluation.every, variant.warm_up.rounds) if stopping else []
     grid = experiment.grid(method)
     several = [seeds] if seeds > 1 else []
     content = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs, *several], sort_keys=True)
@@ -415,8 +418,8 @@ def tune(
             found[name] = Tuned(name, start)
         elif made.validation is None:
             raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
+    reject_foreign(out, "comparison or tuning", "trials.log", "*/seed-*", "*/trial-*")
+    with locked(make_directory(out)):
         searches = [
             _open(experiment, n, variants[n], _on_validation(metrics[n]), out, trials, stopping, seeds)
             for n in methods

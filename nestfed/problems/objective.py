@@ -40,8 +40,10 @@ class Labelled(Objective, ABC):
     """Labels must be 0 and 1."""
     log_odds: ClassVar[bool] = False
     """A single score is the log-odds of the positive class, so accuracy and log-loss are defined for it."""
+    counted: ClassVar[bool] = False
+    """`build` also takes `totals`, the rows of all clients (`nestfed.data.clients.Totals`)."""
     initial_batch: int = 0
-    """The batch size (of `outer`, for auprc) wherever the method restarts its estimate; 0 = the usual size."""
+    """The batch size (of `outer` for auprc, of `first` for pairs across clients) wherever the method restarts its estimate; 0 = the usual size."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "initial_batch")

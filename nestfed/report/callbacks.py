@@ -33,7 +33,8 @@ class TensorBoard(Callback):
 
     def __init__(self, folder: str | Path | None = None) -> None:
         _require("tensorboard", "tensorboard")
-        self.folder, self._writer = folder, None
+        self.folder = folder
+        self._writer: Any = None
 
     def start(self, run: Started) -> None:
         """Open the event file; rounds after the resumed one are hidden."""
@@ -43,7 +44,7 @@ class TensorBoard(Callback):
             raise NestfedError("TensorBoard needs a folder, or a run with a directory.")
         folder = Path(self.folder) if self.folder is not None else Path(run.directory or "") / "tensorboard"
         resumed = run.history[-1]["round"] + 1 if run.history else None
-        self._writer: Any = SummaryWriter(str(folder), purge_step=resumed)
+        self._writer = SummaryWriter(str(folder), purge_step=resumed)
         if not run.history:
             self._writer.add_text("settings", "\n".join(f"- {k}: {v}" for k, v in run.settings.items()))
 

@@ -358,6 +358,13 @@ def _described(table: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} = {v}" if k != "name" else str(v) for k, v in _name_first(table))
 
 
+def _warm_up(table: Mapping[str, Any]) -> str:
+    """Return a warm-up in words."""
+    names = [table[k] for k in ("algorithm", "server") if k in table]
+    on = f", on {table['problem']['name']}" if "problem" in table else ""
+    return f"the first {table['rounds']} rounds: {'; '.join(map(_described, names))}{on}"
+
+
 def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: Sequence[Path]) -> dict[str, str]:
     tables = list(runs.values())
     facts = {
@@ -369,6 +376,7 @@ def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: 
         if len(runs) > 1
         else _described(tables[0]["algorithm"]),
         **({"Server": servers} if (servers := _one(_described(t["server"]) for t in tables if "server" in t)) else {}),
+        **({"Warm-up": warm} if (warm := _one(_warm_up(t["warm_up"]) for t in tables if "warm_up" in t)) else {}),
         "Training": _one(f"{t['run']['rounds']} rounds of {t['run']['q']} local steps" for t in tables),
         "Seeds": ", ".join(map(str, seeds)),
     }

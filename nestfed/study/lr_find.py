@@ -81,7 +81,8 @@ def lr_find(
     sites = X if known else gather(X, y, groups, estimator.target)
     train, validation = apart(sites, share, seed=estimator._seed())
     data = estimator._encode(with_rows(train))
-    short = clone(estimator).set_params(rounds=max(1, estimator.rounds // 2))
+    rounds = max(1, estimator.rounds // 2)
+    short = clone(estimator).set_params(rounds=rounds, warm_up=min(estimator.warm_up // 2, rounds - 1))
     multiples = [10**k for k in np.arange(-2, 2.1, 0.5)]
     return sweep(short, data, data.held_out(with_rows(validation)), estimator.metric, lrs, multiples)
 

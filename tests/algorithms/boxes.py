@@ -17,7 +17,8 @@ What holds for all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -1137,3 +1138,116 @@ def fmgda_yogi(
         for k, value in zip(out, (theta, w, u, v)):
             out[k].append(value.copy())
     return {k: np.array(values) for k, values in out.items()}
+
+
+# --- Pairs across clients (Guo et al. 2023, "FeDXL", as the sheet of algorithms has it) ---
+
+Maps = Mapping[str, Callable[..., Any]]
+"""`first(n, t)`: the drawn S1 rows as (number, features, weight); `second(n, t)`: S2 rows as (label, features, weight);
+`score(x, z)` and its gradient `pull(x, z)`; `ell(h, h', label)`, its derivatives `slopes`, `outer`(u) = f'(u);
+`luck(n, t, side, place)`: the uniform number for a passive position."""
+Pool = list[tuple[Any, ...]]
+
+
+def chosen(pool: Pool, luck: float) -> tuple[Any, ...]:
+    """The row of a pool at a uniform number; a row's last entry is its weight, and its probability is in proportion."""
+    total = 0.0
+    for row in pool:
+        total += row[-1]
+    reached = 0.0
+    for row in pool:
+        reached += row[-1]
+        if reached > luck * total:
+            return row
+    raise AssertionError("the pool is empty")
+
+
+def fedxl1(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, passive: int) -> dict[str, Array]:
+    """FeDXL1: S1 and S2 pools of scores; rows without weight are not there."""
+    x = everywhere(x0, N)
+    X = [x.copy()]
+    pool1: Pool = []
+    pool2: Pool = []
+    own1: list[Pool] = [[] for _ in range(N)]
+    own2: list[Pool] = [[] for _ in range(N)]
+    for t in range(T):
+        for n in range(N):
+            first, second = maps["first"](n, t), maps["second"](n, t)
+            G = np.zeros_like(x[n])
+            for i, (_, z, w) in enumerate(first):
+                h = maps["score"](x[n], z)
+                for k in range(passive if t and w else 0):
+                    c, label, _ = chosen(pool2, maps["luck"](n, t, 0, i * passive + k))
+                    d, _ = maps["slopes"](h, c, label)
+                    G = G + w / len(first) / passive * d[0] * maps["pull"](x[n], z)
+                own1[n].append((h, w))
+            for j, (label, z, w) in enumerate(second):
+                h = maps["score"](x[n], z)
+                for k in range(passive if t and w else 0):
+                    c, _ = chosen(pool1, maps["luck"](n, t, 1, j * passive + k))
+                    _, d = maps["slopes"](c, h, label)
+                    G = G + w / len(second) / passive * d[0] * maps["pull"](x[n], z)
+                own2[n].append((h, label, w))
+            if t > 0:
+                x[n] = x[n] - at(eta, t) * G
+        if t % q == 0:
+            x = averaged(x)
+            pool1, pool2 = ([row for one in own for row in one] for own in (own1, own2))
+            own1, own2 = [[] for _ in range(N)], [[] for _ in range(N)]
+        X.append(x.copy())
+    return {"x": np.array(X)}
+
+
+def fedxl2(
+    maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, gamma: Schedule, beta: Schedule, passive: int
+) -> dict[str, Array]:
+    """FeDXL2: one u per own S1 row; passive S1 rows bring theirs."""
+    x, m = everywhere(x0, N), np.zeros((N, len(x0)))
+    p = len(maps["ell"](0.0, 0.0, 1.0))
+    u, met = np.zeros((N, maps["rows"](), p)), np.zeros((N, maps["rows"]()))
+    out: dict[str, list[Array]] = {"x": [x.copy()], "m": [m.copy()], "u": [u.copy()], "met": [met.copy()]}
+    pool1: Pool = []
+    pool2: Pool = []
+    own1: list[Pool] = [[] for _ in range(N)]
+    own2: list[Pool] = [[] for _ in range(N)]
+    for t in range(T):
+        for n in range(N):
+            first, second = maps["first"](n, t), maps["second"](n, t)
+            G = np.zeros_like(x[n])
+            for i, (number, z, w) in enumerate(first):
+                if not w:
+                    continue
+                h = maps["score"](x[n], z)
+                if t == 0:
+                    values = [maps["ell"](h, maps["score"](x[n], other), label) for label, other, v in second if v]
+                    if not values:  # a site without S2 rows has no u before it gets a pool
+                        continue
+                    u[n, number] = sum(values) / len(values)
+                else:
+                    others = [chosen(pool2, maps["luck"](n, t, 0, i * passive + k)) for k in range(passive)]
+                    value = sum(maps["ell"](h, c, label) for c, label, _ in others) / passive
+                    c = at(gamma, t) if met[n, number] else 1.0
+                    u[n, number] = (1 - c) * u[n, number] + c * value
+                    for c, label, _ in others:
+                        d, _ = maps["slopes"](h, c, label)
+                        G = G + w / len(first) / passive * (maps["outer"](u[n, number]) @ d) * maps["pull"](x[n], z)
+                met[n, number] = 1
+                own1[n].append((h, u[n, number].copy(), w))
+            for j, (label, z, w) in enumerate(second):
+                h = maps["score"](x[n], z)
+                for k in range(passive if t and w else 0):
+                    c, theirs, _ = chosen(pool1, maps["luck"](n, t, 1, j * passive + k))
+                    _, d = maps["slopes"](c, h, label)
+                    G = G + w / len(second) / passive * (maps["outer"](theirs) @ d) * maps["pull"](x[n], z)
+                own2[n].append((h, label, w))
+            if t > 0:
+                b = 1.0 if t == 1 else at(beta, t)
+                m[n] = (1 - b) * m[n] + b * G
+                x[n] = x[n] - at(eta, t) * m[n]
+        if t % q == 0:
+            x, m = averaged(x), averaged(m)
+            pool1, pool2 = ([row for one in own for row in one] for own in (own1, own2))
+            own1, own2 = [[] for _ in range(N)], [[] for _ in range(N)]
+        for k, v in (("x", x), ("m", m), ("u", u), ("met", met)):
+            out[k].append(v.copy())
+    return {k: np.array(v) for k, v in out.items()}

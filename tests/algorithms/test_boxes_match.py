@@ -63,6 +63,10 @@ def saddle(box: Callable[..., dict[str, np.ndarray]], *args: Any) -> Box:
     return lambda s, N, T: box(s.maps["grad"], s.x0, s.maps["w0"](), N, Q, T, *args)
 
 
+def crossed(box: Callable[..., dict[str, np.ndarray]], *args: Any) -> Box:
+    return lambda s, N, T: box(s.maps, s.x0, N, Q, T, *args)
+
+
 def coda(s: Setting, N: int, T: int) -> dict[str, np.ndarray]:
     return boxes.coda(s.maps["grad"], s.maps["dual"], s.x0, s.maps["w0"](), N, Q, T, 0.2, 2.0, 3)
 
@@ -339,6 +343,26 @@ MATCHES: dict[str, list[Match]] = {
             ONE_LATER,
             label="schedule",
         ),
+    ],
+    "fedxl1": [
+        Match(a.FeDXL1(0.1), "paired", crossed(boxes.fedxl1, 0.1, 1)),
+        Match(a.FeDXL1(falling(0.3), 3), "paired", crossed(boxes.fedxl1, falling(0.3), 3), label="schedule"),
+    ],
+    "fedxl2": [
+        Match(
+            a.FeDXL2(0.1, 0.6, 0.3),
+            "precise",
+            crossed(boxes.fedxl2, 0.1, 0.6, 0.3, 1),
+            private={"u": "u", "met": "met"},
+        ),
+        Match(
+            a.FeDXL2(falling(0.3), growing(0.8), growing(0.9), 3),
+            "precise",
+            crossed(boxes.fedxl2, falling(0.3), growing(0.8), growing(0.9), 3),
+            private={"u": "u"},
+            label="schedule",
+        ),
+        Match(a.FeDXL2(0.1, 0.6, 0.3, 2), "tilted", crossed(boxes.fedxl2, 0.1, 0.6, 0.3, 2), private={"u": "u"}),
     ],
 }
 

@@ -76,6 +76,8 @@ def test_goes_down_on_a_convex_problem(name: str) -> None:
         "compositional": lambda: CompositionalToy(N, 3, 5, zeta=0.1, sigma=0.1, batch=4),
         "tasked": lambda: CompositionalToy(N, 3, 5, zeta=0.1, sigma=0.1, batch=4),
         "minimax": lambda: MinimaxToy(N, 3, 2, zeta=0.3, sigma=0.1, batch=2),
+        "paired": lambda: toys.Ranking(N),
+        "precise": lambda: toys.Ranking(N),
     }[case.setting]()
     result = simulate(toy.problem, method(name), toy.clients, rounds=20, q=Q, seed=SEED, progress=False, mode="vmap")
     best = toy.value(toy.minimiser)

@@ -65,15 +65,20 @@ def only_what_is_declared_leaves(name: str, grid: LocalGrid, bytes_up: int) -> N
     template = method(name).init(setting(name).problem, setting(name).problem.x0)
     fields = {k: ("float64", tuple(getattr(template, k).shape)) for k in METHODS[name].shared}
     stamp = {"protocol", "version", "digest"}
+    tables, gathered = ({"tables"}, {"gathered"}) if METHODS[name].gathered else (set(), set())
     sent = 0
     for _, order, reply in shipped(grid, "train"):
-        assert set(order.content) - {"plan", "scaling"} == {"order", "shared"}
+        assert set(order.content) - {"plan", "scaling"} == {"order", "shared"} | tables
         assert payload(order.content["shared"]) == fields
-        assert set(reply.content) == {"answer", "fields", "report"}
+        assert set(reply.content) == {"answer", "fields", "report"} | gathered
         assert payload(reply.content["fields"]) == fields
         assert set(reply.content["report"]) | {"loss"} == {"loss", "moved", "examples"}  # a problem may note no loss
         assert set(reply.content["answer"]) == stamp | {"token", "client", "round"}
         sent += sum(a.numpy().nbytes for a in reply.content["fields"].values())
+        if gathered:
+            assert set(order.content["tables"]) == {*METHODS[name].gathered.values(), "fresh"}
+            assert set(reply.content["gathered"]) == set(METHODS[name].gathered)
+            sent += sum(a.numpy().nbytes for a in reply.content["gathered"].values())
     assert sent == bytes_up
     for _, _, reply in shipped(grid, "query.hello"):
         assert set(reply.content) == {"site", "sums"}
@@ -168,8 +173,8 @@ def test_killed_and_resumed(name: str, encode: str, tmp_path: Path) -> None:
         assert {k: v for k, v in left.items() if k != "seconds"} == {k: v for k, v in right.items() if k != "seconds"}
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    """The run goes on a round earlier, and the sites still have that version."""
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
+    """The run resumes a round earlier, and the sites still have that version."""
     deploy(toy("fmgda", rounds=4), tmp_path / "whole", 5)
     deploy(toy("fmgda", rounds=4), tmp_path / "broken", 5)
     for name in ("finished.json", "model.safetensors"):
@@ -705,7 +710,7 @@ def test_a_data_set_in_parts(
 
 
 def test_a_binary_classifier_has_the_metrics_of_simulation(tmp_path: Path) -> None:
-    """Sites once told only histograms of its scores, so a deployment had no log-loss to choose by."""
+    """Sites once sent only histograms of its scores, so a deployment had no log-loss to choose by."""
     from nestfed.experiment.run import run
 
     experiment = labelled("classify", {"name": "fedavg", "eta": 0.1}, rounds=1, data={"binary": True})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from nestfed import Examples, FedAvg, Minimize, WarmUp
 from nestfed.core import DivergedError, NestfedError
 from nestfed.engine.callbacks import Callback, Started
 from nestfed.engine.record import read
@@ -35,10 +39,6 @@ class Diary(Callback):
 
 
 def run(*callbacks: Any, rounds: int = 3, eta: float = 0.1, **options: Any) -> Any:
-    import torch
-
-    from nestfed import Examples, FedAvg, Minimize
-
     x = torch.arange(12.0).reshape(6, 2) / 10
     clients = Examples.of({"a": (x[:3], x[:3, 0]), "b": (x[3:], x[3:, 1])}, batch=2)
     problem = Minimize(lambda v, batch: ((batch[0] @ v - batch[1]) ** 2).mean(), torch.ones(2))
@@ -62,6 +62,14 @@ def test_a_callback_sees_every_record_with_its_metrics_and_the_start_and_the_end
     longer = run(again, rounds=5, directory=tmp_path)
     assert again.calls[0] == ("start", "fedavg", 4), "a resumed run says what it already has"
     assert again.calls[1:-1] == longer.history[4:]
+
+
+def test_a_warm_up_and_the_rounds_after_it_are_one_run() -> None:
+    diary = Diary()
+    result = run(diary, warm_up=WarmUp(2, FedAvg(0.05)))
+    assert [c for c in diary.calls if isinstance(c, tuple)] == [("start", "fedavg", 0), ("end", "NoneType")]
+    assert diary.calls[1:-1] == result.history
+    assert [r["round"] for r in result.history] == [0, 1, 2, 3]
 
 
 def test_an_error_of_a_callback_does_not_lose_the_run(tmp_path: Path) -> None:
@@ -135,12 +143,15 @@ def test_mlflow_shows_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_wandb_keeps_the_record_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb", reason="needs the package wandb")
+    pytest.importorskip("wandb", reason="needs the package wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     result = run(ready.WandB(project="test", mode="offline", dir=str(tmp_path)))
     (file,) = tmp_path.rglob("*.wandb")
+    limit = time.monotonic() + 20
+    while len(_rows(file)) < len(result.history) and time.monotonic() < limit:  # W&B's own process writes the file
+        time.sleep(0.1)
     kept: dict[str, dict[int, float]] = {}
-    for row in _rows(wandb, file):
+    for row in _rows(file):
         for name, value in row.items():
             if not name.startswith("_"):
                 kept.setdefault(name, {})[row["_step"]] = value
@@ -150,23 +161,27 @@ def test_wandb_keeps_the_record_offline(tmp_path: Path, monkeypatch: pytest.Monk
         assert kept[name] == pytest.approx(values)
 
 
-def _rows(wandb: Any, file: Path) -> list[dict[str, Any]]:
-    """The logged rows of an offline run, read by W&B's own reader."""
-    import json
-
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The logged rows of an offline run: protobuf messages in the log format of LevelDB, after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store = DataStore()
-    store.open_for_scan(str(file))
-    rows = []
-    while (data := store.scan_data()) is not None:
+    content, place, whole, rows = file.read_bytes(), 7, b"", []
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:  # the rest of a block is empty
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        whole += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind not in (1, 4):  # whole, or the last part
+            continue
         message = wandb_internal_pb2.Record()
-        message.ParseFromString(data)
+        message.ParseFromString(whole)
+        whole = b""
         if message.WhichOneof("record_type") == "history":
             items = message.history.item
             row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
-            rows.append({"_step": message.history.step.num, **row})
+            rows.append({**row, "_step": message.history.step.num})
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,8 +44,9 @@ def test_evaluations_per_step(name: str, vectorised: bool) -> None:
     here, shared = local(s.problem, algorithm, s.clients, 1, vectorised)
     N, steps = len(s.clients), 3
     for start in (0, 7):
-        reply = here.run(order(N, Span(start, start + steps)), shared)
-        # Where a method starts its estimate anew, there is no point before to correct it by.
+        tables = RunState.start(algorithm, algorithm.init(s.problem, s.problem.x0), N).tables
+        reply = here.run(replace(order(N, Span(start, start + steps)), tables=tables), shared)
+        # A method that restarts its estimate has no previous point to correct it by.
         points = sum(1 if algorithm.restarts(t) else algorithm.evaluations for t in range(start, start + steps))
         # The toy with tasks notes its inner value only.
         expected = points * (2 if CASES[name].setting == "compositional" else 1)

@@ -1,4 +1,4 @@
-"""Tuning is fair (validation data only, one rule for all), goes on after a crash, and always finds the same."""
+"""Tuning is fair (validation data only, one rule for all), resumes after a crash, and always finds the same."""
 
 from __future__ import annotations
 
@@ -354,8 +354,8 @@ def test_some_of_a_grid_are_fair_to_every_step_size() -> None:
         assert sorted(p["algorithm.eta"] for p in one[3 * turn : 3 * turn + 3]) == [1, 2, 3]
 
 
-def test_what_is_no_fault_of_the_settings_stops_the_tuning(tmp_path: Path) -> None:
-    """Another process holds a trial's directory: that trial has not failed, and the same call goes on later."""
+def test_an_error_not_caused_by_the_settings_stops_the_tuning(tmp_path: Path) -> None:
+    """Another process holds a trial's directory: that trial has not failed, and the same call resumes later."""
     experiment = small(fedavg=ETAS)
     busy = tmp_path / "cut" / "fedavg" / "trial-001"
     busy.mkdir(parents=True)
@@ -372,7 +372,7 @@ def test_what_is_no_fault_of_the_settings_stops_the_tuning(tmp_path: Path) -> No
 
 
 def test_a_seed_that_diverges_does_not_end_a_comparison(tmp_path: Path) -> None:
-    """It counts with the last model that was evaluated before, is told, and is not run again."""
+    """It counts with the last model that was evaluated before, is reported, and is not run again."""
     game = {"problem.name": "auroc", "run.rounds": 12, "run.q": 10, "evaluation.every": 1}
     experiment = small(fedavg={}).with_overrides(game)
     tables = dict(experiment.source)
@@ -484,7 +484,7 @@ def children(pid: int) -> set[int]:
 
 @pytest.mark.slow
 def test_killed_by_the_system_and_started_again(tmp_path: Path) -> None:
-    """SIGKILL in the middle: the workers end too, the same command goes on, and the choice is that of a whole one."""
+    """SIGKILL in the middle: the workers end too, the same command resumes, and the choice is that of a whole one."""
     killed = 0
     for progress in (2, 4):
         started = start(tmp_path, "cut", 2)

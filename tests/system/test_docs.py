@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 import subprocess
@@ -11,6 +12,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from nestfed.algorithms import average, server
+from tests.algorithms import boxes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -62,6 +66,18 @@ def test_names_that_readers_import_are_on_the_api_page() -> None:
     }
     assert "simulate" in used
     assert used - listed == set()
+
+
+def test_the_second_worked_example_is_the_code() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text[text.index("### A second example") :].split("\n## ")[0]
+    shown = re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)
+    parts = [average.Leaning, average.FedDyn, server.Dynamic, boxes.feddyn]
+    leaning, *others = [inspect.getsource(part).rstrip() for part in parts]
+    row = next(
+        x.strip() for x in (ROOT / "tests/methods.py").read_text(encoding="utf-8").splitlines() if '"feddyn"' in x
+    )
+    assert shown == [f"{leaning}\n\n\n{others[0]}", others[1], row, others[2]]
 
 
 def test_every_page_is_in_the_navigation() -> None:

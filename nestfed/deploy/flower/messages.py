@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,9 @@ from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError, __version__
+from nestfed.data.clients import Totals
 from nestfed.data.encoding import Schema, Sums, TableEncoding, schema_from_json, schema_to_json
+from nestfed.deploy.app import reject_warm_up
 from nestfed.deploy.flower.gate import RejectedError
 from nestfed.engine.encode import Encoding, squeeze
 from nestfed.engine.options import Evaluation, Exchange, Execution
@@ -70,11 +72,12 @@ class Custom:
 
 def study_of(source: Any) -> Any:
     """Read an experiment file; return an `Experiment` or `Custom` unchanged."""
-    if isinstance(source, str | Path):
-        from nestfed.experiment.spec import read
+    from nestfed.experiment.spec import Experiment, read
 
-        return read(source)
-    return source
+    study = read(source) if isinstance(source, str | Path) else source
+    if isinstance(study, Experiment):
+        reject_warm_up(study)
+    return study
 
 
 def as_record(fields: Mapping[str, Tensor]) -> ArrayRecord:
@@ -163,6 +166,7 @@ def facts_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fact
 def plan_record(plan: Agreement) -> tuple[ConfigRecord, ArrayRecord]:
     """Convert the agreement to records."""
     words: dict[str, Any] = {"clients": plan.clients, "shape": list(plan.shape), "p": plan.p}
+    words["totals"] = list(astuple(plan.totals))
     words |= {"classes": list(plan.classes), "columns": json.dumps(schema_to_json(plan.encoding.schema))}
     return ConfigRecord(words), number_record(_scaling(plan))
 
@@ -182,7 +186,8 @@ def plan_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Agree
         raise ValueError("the numbers of columns and scales differ")
     encoding = TableEncoding(schema, *numbers)
     return Agreement(
-        int(words["clients"]), tuple(words["shape"]), tuple(words["classes"]), float(words["p"]), encoding
+        int(words["clients"]), tuple(words["shape"]), tuple(words["classes"]), float(words["p"]), encoding,
+        Totals(*map(int, words.get("totals", (0, 0, 0)))),
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from nestfed.core import METRICS, Metric, NestfedError
     from nestfed.data.clients import Balanced, CrossPairs, Examples, Paced, Pairs
     from nestfed.data.loaders import Loaders
+    from nestfed.engine.callbacks import Callback
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
     from nestfed.engine.warm_up import WarmUp
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
     from nestfed.problems.paired import PairedAP, PairedAUROC
+    from nestfed.report.callbacks import MLflow, TensorBoard, WandB
     from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
 # Looked up when first used: `import nestfed` and the command line's help need no torch.
@@ -129,6 +131,7 @@ _NAMES = {
         "Pairs",
     ),
     "nestfed.data.loaders": ("Loaders",),
+    "nestfed.engine.callbacks": ("Callback",),
     "nestfed.engine.options": (
         "Evaluation",
         "Exchange",
@@ -155,6 +158,11 @@ _NAMES = {
     "nestfed.problems.auprc": ("AUPRC",),
     "nestfed.problems.auroc": ("AUROC",),
     "nestfed.problems.classify": ("Classify",),
+    "nestfed.report.callbacks": (
+        "MLflow",
+        "TensorBoard",
+        "WandB",
+    ),
     "nestfed.problems.paired": (
         "PairedAP",
         "PairedAUROC",
@@ -194,6 +202,7 @@ __all__ = [
     "BSpiderBoost",
     "Balanced",
     "CODAPlus",
+    "Callback",
     "Classify",
     "Compositional",
     "Conditional",
@@ -227,6 +236,7 @@ __all__ = [
     "LocalSCGDM",
     "LocalSCGDMTasks",
     "LocalSGDA",
+    "MLflow",
     "Metric",
     "Minimax",
     "Minimize",
@@ -240,6 +250,8 @@ __all__ = [
     "Pairs",
     "Result",
     "Scaffold",
+    "TensorBoard",
+    "WandB",
     "WarmUp",
     "Yogi",
     "algorithm",

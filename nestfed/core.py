@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -202,17 +204,34 @@ METRICS: Registry[Metric] = Registry("metric")
 """Filled by `nestfed.metrics`, whose `find` also accepts the names in a record."""
 
 _loaded: set[str] = set()
+PLUGINS = "NESTFED_PLUGINS"
+"""The environment variable with the files of `--plugin`, which worker processes inherit."""
 
 
 @cache  # looking for entry points takes 10 ms, importing importlib.metadata 20 ms
 def load_plugins() -> None:
-    """Import every installed plugin once."""
+    """Import every installed plugin, and those of `--plugin`, once."""
     from importlib.metadata import entry_points
 
+    for place in filter(None, os.environ.get(PLUGINS, "").split(os.pathsep)):
+        if place not in _loaded:
+            _loaded.add(place)
+            _load(partial(_import_file, Path(place)), f"The plugin {place}")
     for point in entry_points(group="nestfed.plugins"):
         if point.value not in _loaded:
             _loaded.add(point.value)
             _load(point.load, f"The plugin {point.name!r} ({point.value})")
+
+
+def _import_file(path: Path) -> None:
+    """Import a file as a module of its name."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    found = spec_from_file_location(path.stem, path)
+    if found is None or found.loader is None or path.stem in sys.modules:
+        raise ImportError("it must be a .py file whose name no other module has")
+    sys.modules[path.stem] = module = module_from_spec(found)
+    found.loader.exec_module(module)
 
 
 def _load(load: Callable[[], Any], what: str) -> Any:

@@ -3,6 +3,7 @@
 # Slow imports are inside the commands, so that `nestfed --help` is fast.
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ import typer
 
 from nestfed.cli.deploy import deploy_app
 from nestfed.cli.study import lr_find_command, predict_command, train_command
-from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, Algorithm, NestfedError
+from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, PLUGINS, Algorithm, NestfedError, load_plugins
 from nestfed.report.page import size
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ TensorBoard = Annotated[
 def main() -> None:
     """Run the command line. An error the user can fix prints one sentence and exits with code 2."""
     try:
+        _take_plugins()
         _add_plugin_commands()
         app()
     except NestfedError as error:
@@ -82,6 +84,38 @@ def main() -> None:
         place = f"{error.filename}: " if error.filename else ""
         sys.stderr.write(f"nestfed: {place}{error.strerror or error}.\n")
         sys.exit(2)
+
+
+@app.callback()
+def _options(
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file of your own that registers methods, problems, datasets or metrics; any command takes it."
+        ),
+    ] = None,
+) -> None:
+    """Federated learning for objectives that are not a plain average of losses."""
+
+
+def _take_plugins() -> None:
+    """Take `--plugin FILE` out of the arguments, wherever it is; worker processes find the files in the environment."""
+    words, files = [sys.argv[0]], [f for f in os.environ.get(PLUGINS, "").split(os.pathsep) if f]
+    rest = iter(sys.argv[1:])
+    for word in rest:
+        if word == "--":
+            words += [word, *rest]
+        elif word == "--plugin" or word.startswith("--plugin="):
+            name = word.partition("=")[2] or next(rest, "")
+            if not Path(name).is_file():
+                raise NestfedError(f"--plugin needs a Python file, but {name!r} does not exist.")
+            files.append(str(Path(name).resolve()))
+        else:
+            words.append(word)
+    if len(words) < len(sys.argv):
+        sys.argv, os.environ[PLUGINS] = words, os.pathsep.join(dict.fromkeys(files))
+        load_plugins.cache_clear()
+        load_plugins()
 
 
 def _add_plugin_commands() -> None:
@@ -281,6 +315,21 @@ def tune_(
         write_events_below(place, place / "tensorboard")
     show_table(*shown(tuned, metric))
     echo(f"\ntuned    {write_tuned(experiment, tuned, place / 'tuned.toml')}")
+
+
+@app.command("export")
+def export_(
+    run: Annotated[Path, typer.Argument(help="The directory of a run, a comparison or a sweep.")],
+    csv: Annotated[bool, typer.Option("--csv", help="Write the table and the records as CSV.")] = False,
+    tex: Annotated[bool, typer.Option("--tex", help="Write the table for LaTeX (package booktabs).")] = False,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Write the plots as PDF.")] = False,
+    out: Annotated[Path | None, _out("the directory itself")] = None,
+) -> None:
+    """Export the tables, records and plots of a run, a comparison or a sweep."""
+    from nestfed.experiment.export import export
+
+    for path in export(run, out or run, csv=csv, tex=tex, pdf=pdf):
+        echo(str(path))
 
 
 @app.command()

@@ -18,6 +18,7 @@ import torch
 from nestfed import metrics
 from nestfed.core import NestfedError
 from nestfed.engine import checkpoint
+from nestfed.engine.callbacks import Callbacks
 from nestfed.engine.federation import Federation
 from nestfed.engine.options import Evaluation
 from nestfed.engine.program import AnyAlgorithm
@@ -61,6 +62,7 @@ class RunDirectory:
         """The rounds of a warm-up before these, and the last round that can be of this part of the run."""
         self._warn = warn
         self.progress: Progress | None = None
+        self.callbacks = Callbacks()
         self.history: list[Record] = list(history)
         self.laps: dict[str, float] = {}
         """Seconds by activity."""
@@ -247,6 +249,7 @@ class RunDirectory:
 
     def _show(self, record: Record) -> None:
         found = metrics_of(record)
+        self.callbacks.record(record)
         if self.progress is not None:
             self.progress.update(record, found)
         if found and self.leads:

@@ -17,6 +17,7 @@ from nestfed import metrics
 from nestfed.algorithms.buffered import BUFFERS, with_buffers
 from nestfed.core import Algorithm, Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine import checkpoint, probe
+from nestfed.engine.callbacks import Callback, Callbacks, settings_of
 from nestfed.engine.federation import Federation
 from nestfed.engine.loop import Plan, drive
 from nestfed.engine.options import Evaluation, Exchange, Execution
@@ -93,6 +94,7 @@ def simulate(
     directory: str | Path | None = None,
     progress: bool | None = None,
     warm_up: WarmUp | None = None,
+    callbacks: Sequence[Callback | Callable[[Record], Any]] = (),
 ) -> Result:
     """Train for a number of communication rounds of q local iterations each.
 
@@ -107,6 +109,8 @@ def simulate(
     - `progress`: show a progress bar; None = only on a terminal.
     - `warm_up`: the first of these rounds use another method and objective. `measure` and `evaluation.keep` concern only
       the rounds after them.
+    - `callbacks`: functions that are called with every record, or `Callback` objects. If one fails, it ends with a warning;
+      the run continues.
     """
     require_locks()
     whole("rounds", rounds, 0)
@@ -135,7 +139,9 @@ def simulate(
         part.check()
     noise = Noise.plan(exchange, len(clients))
     statement = noise.statement(rounds, names) if noise else ""
-    with locked(path) if path is not None and group.leads else nullcontext():
+    facts = settings_of(method, rounds=rounds, q=q, seed=seed, clients=len(clients))
+    calls = Callbacks(callbacks if group.leads else (), method.name, facts)
+    with locked(path) if path is not None and group.leads else nullcontext(), calls:
         if statement and path is not None and group.leads:
             write_atomically(path / "privacy.txt", f"{statement}\n".encode())
         done: _Done | None = None
@@ -143,10 +149,10 @@ def simulate(
         probed = own.probed(start)
         if warm is not None and not own.begun(identity):
             last = replace(evaluation, keep="last", metric="")
-            done = first.run(begin, identity, first.probed(begin), last, evaluate, None, progress, None)
+            done = first.run(begin, identity, first.probed(begin), last, evaluate, None, progress, calls, None)
             start = warm.hand_over(problem, done.x)
         if done is None or rounds >= before:
-            done = own.run(start, identity, probed, evaluation, evaluate, measure, progress, done)
+            done = own.run(start, identity, probed, evaluation, evaluate, measure, progress, calls, done)
         return done.result(statement)
 
 
@@ -234,7 +240,7 @@ class _Part:
         self, start: Tensor, identity: str, probed: probe.Probe | None, evaluation: Evaluation,
         evaluate: Callable[[Any], Mapping[str, float]] | None,
         measure: Callable[[Fields, Fields], Mapping[str, float]] | None,
-        progress: bool | None, warm: _Done | None,
+        progress: bool | None, calls: Callbacks, warm: _Done | None,
     ) -> _Done:  # fmt: skip
         """Run these rounds, or resume them; `warm` is the warm-up that has just ended."""
         method, group, device = self.method, self.group, torch.device(self.execution.device)
@@ -256,6 +262,8 @@ class _Part:
             if warm is not None:
                 book.laps = warm.book.laps
             state = book.resume(state, device)
+            book.callbacks = calls
+            calls.start(book.history, self.path)
             book.progress = Progress(method.name, self.total, state.number, progress if group.leads else False)
             with book, book.deferred_interrupt(), torch.no_grad():
                 drive(plan, state, federation, book)

@@ -198,6 +198,54 @@ def test_missing_and_unreadable_files(here: Here) -> None:
     here.refused(("run", "binary.toml"), "binary.toml")
 
 
+def test_a_sweep_and_a_comparison_are_exported(here: Here, tmp_path: Path) -> None:
+    """One table and one picture for q = 1 and 4; CSV, LaTeX and PDF of a sweep, a comparison in it, and a run of that."""
+    words = (
+        "sweep",
+        "demo",
+        "run.q=1,4",
+        "run.rounds=2",
+        "partition.clients=2",
+        "algorithm.eta=1.0",
+        "--algorithms",
+        "fedprox",
+    )
+    fixed = ("algorithm.name=fedprox", "algorithm.mu=0.1", "problem.name=classify", "--seeds", "2", "--workers", "1")
+    code, said, err = here(*words, *fixed, "--out", "s")
+    assert code == 0, err
+    rows = [line.split() for line in said.splitlines() if " fedprox " in line]
+    assert [row[0] for row in rows] == ["1", "4"]
+    for q in (1, 4):
+        runs = [tmp_path / "s" / f"q={q}" / "fedprox" / f"seed-{s}" for s in (0, 1)]
+        assert [json.loads((run / "experiment.json").read_text())["run"]["q"] for run in runs] == [q, q]
+        finals = [read_record(run / "record.jsonl")[-1]["ap"] for run in runs]
+        assert rows[(1, 4).index(q)][2] == f"{sum(finals) / 2:.4f}"
+    assert (tmp_path / "s" / "sweep.png").exists()
+    assert "ap on test against run.q" in (tmp_path / "s" / "report.html").read_text()
+    for place, plots in (
+        ("s", {"sweep"}),
+        ("s/q=4", {"ap", "auroc", "val_ap"}),
+        ("s/q=4/fedprox/seed-0", {"ap", "auroc"}),
+    ):
+        code, said, err = here("export", place, "--csv", "--tex", "--pdf", "--out", "e")
+        assert code == 0, err
+        written = [tmp_path / line for line in said.split()]
+        assert plots <= {path.stem for path in written if path.suffix == ".pdf"}
+        assert all(path.read_bytes().startswith(b"%PDF") for path in written if path.suffix == ".pdf")
+        lines = (tmp_path / "e" / "records.csv").read_text().splitlines()
+        known = len(list((tmp_path / place).rglob("record.jsonl"))) * 3
+        assert len(lines) == 1 + known, "rounds 0, 1 and 2 of every run"
+        text = (tmp_path / "e" / "table.tex").read_text()
+        assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+        body = text[text.index(r"\midrule") : text.index(r"\bottomrule")]
+        assert "±" not in text
+        columns = {line.replace(r"\&", "").count("&") for line in body.splitlines() if line.endswith(r"\\")}
+        assert columns == {text[text.index("{tabular}{") + 10 :].partition("}")[0].__len__() - 1}
+    here.refused(("export", "s"), "--csv")
+    here.refused(("export", "e", "--csv"), "contains no run")
+    here.refused(("sweep", "demo", "run.q=1"), "Nothing to sweep")
+
+
 def test_compare_prints_a_table_and_resumes(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     words = (

@@ -162,6 +162,82 @@ def test_its_method_is_found_from_python(folder: Path) -> None:
     assert in_new_process(make, folder, folder).out == "HeavyBall(eta=0.1, mu=0.9)"
 
 
+MINE = (
+    ROLLING
+    + '''
+import numpy as np
+
+from nestfed.core import DATASETS, METHODS, METRICS, OBJECTIVES, Metric
+from nestfed.data.sources import Dataset, Source, Split
+from nestfed.problems.classify import ClassifyOptions
+
+
+class Doubled(ClassifyOptions):
+    """Cross-entropy, judged by a metric of one's own."""
+
+    def metric(self, classes):
+        return "misses"
+
+
+def steps(found):
+    x = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
+    data = Dataset(x, (x.sum(1) > 0).astype(np.int64), classes=("low", "high"))
+    return Split(data.take(np.arange(200)), data.take(np.arange(200, 300)))
+
+
+METHODS.add("heavy-ball", HeavyBall)
+OBJECTIVES.add("doubled", Doubled)
+DATASETS.add("steps", Source("steps", "steps", "300", "none", folder="", forms=(), decode=steps))
+METRICS.add("misses", Metric("misses", False, lambda s, y: float(((s > 0) != (y > 0)).sum()), "log-odds"))
+'''
+)
+WITH_MINE = """
+[data]
+name = "steps"
+validation = 0.25
+
+[partition]
+clients = 2
+
+[model]
+hidden = []
+
+[problem]
+name = "doubled"
+batch = 8
+
+[run]
+rounds = 2
+q = 2
+
+[methods.heavy-ball]
+tune = { eta = [0.001, 1.0] }
+"""
+
+
+def test_a_file_brings_methods_problems_datasets_and_metrics_to_every_command(tmp_path: Path) -> None:
+    """Without installing anything; worker processes load it too."""
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "e.toml").write_text(WITH_MINE)
+    plugin = ("--plugin", "mine.py")
+    words = ("compare", "e.toml", "--seeds", "2", "--workers", "2", "--out", "out")
+    done = nestfed_command(*words, *plugin, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "misses on test" in done.out
+    assert len(list(tmp_path.glob("out/heavy-ball/seed-*/finished.json"))) == 2
+    assert "heavy-ball" in nestfed_command(*plugin, "list", cwd=tmp_path).out
+    assert "steps" in nestfed_command("data", "list", "--plugin=mine.py", cwd=tmp_path).out
+    assert "--plugin" in nestfed_command("--help", cwd=tmp_path).out
+    without = nestfed_command(*words[:-1], "other", cwd=tmp_path)
+    assert (without.code, without.err.count("\n")) == (2, 1)
+    missing = nestfed_command("list", "--plugin", "absent.py", cwd=tmp_path)
+    assert "'absent.py' does not exist" in missing.err
+    (tmp_path / "broken.py").write_text("1 / 0")
+    broken = nestfed_command("list", "--plugin", "broken.py", cwd=tmp_path)
+    assert (broken.code, broken.err.count("\n")) == (2, 1)
+    assert "ZeroDivisionError" in broken.err
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

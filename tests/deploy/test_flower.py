@@ -1024,7 +1024,7 @@ def test_stopping_one_process_spares_its_namesakes(tmp_path: Path) -> None:
 def test_pairs_across_sites_of_one_class(tmp_path: Path) -> None:
     """Sites weight their rows by the totals of all sites, also a site without positives or without negatives."""
     rng = np.random.default_rng(0)
-    sites = [(6, 6), (0, 9), (8, 0)]
+    sites = [(8, 8), (0, 12), (12, 0)]  # a quarter is held out
     lines = ["a,b,y"]
     for n, (positives, negatives) in enumerate(sites):
         y = [1] * positives + [0] * negatives
@@ -1032,7 +1032,7 @@ def test_pairs_across_sites_of_one_class(tmp_path: Path) -> None:
         (tmp_path / f"{n}.csv").write_text("\n".join([*lines, *rows]) + "\n")
     experiment = from_tables(
         {
-            "data": {"file": "x.csv", "target": "y", "classes": ["0", "1"], "test": 0.0},
+            "data": {"file": "x.csv", "target": "y", "classes": ["0", "1"], "test": 0.25},
             "model": {"name": "mlp", "hidden": []},
             "problem": {"name": "paired-auroc", "first": 10, "second": 10},
             "algorithm": {"name": "fedxl1", "eta": 0.1, "passive": 0},
@@ -1045,5 +1045,5 @@ def test_pairs_across_sites_of_one_class(tmp_path: Path) -> None:
     coordinate(experiment, tmp_path, grid, sites=3)
     state = checkpointed(tmp_path)
     weights = [[float(v) for v in state[pool][:, :, -1].sum(1)] for pool in ("tables.pool1", "tables.pool2")]
-    np.testing.assert_allclose(weights[0], [10 * 3 * k / 14 for k, _ in sites], rtol=1e-5)
-    np.testing.assert_allclose(weights[1], [10 * 3 * k / 15 for _, k in sites], rtol=1e-5)
+    np.testing.assert_allclose(weights[0], [10 * 3 * 0.75 * k / 15 for k, _ in sites], rtol=1e-5)
+    np.testing.assert_allclose(weights[1], [10 * 3 * 0.75 * k / 15 for _, k in sites], rtol=1e-5)

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from nestfed.data.loaders import Loaders
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
     from nestfed.engine.simulate import Result, simulate
+    from nestfed.engine.warm_up import WarmUp
+    from nestfed.experiment.direct import compare, sweep, tune
     from nestfed.models import held_out
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
     from nestfed.problems.auprc import AUPRC
@@ -134,6 +136,12 @@ _NAMES = {
     "nestfed.engine.simulate": (
         "Result",
         "simulate",
+    ),
+    "nestfed.engine.warm_up": ("WarmUp",),
+    "nestfed.experiment.direct": (
+        "compare",
+        "sweep",
+        "tune",
     ),
     "nestfed.models": ("held_out",),
     "nestfed.problems": (
@@ -229,10 +237,14 @@ __all__ = [
     "Pairs",
     "Result",
     "Scaffold",
+    "WarmUp",
     "Yogi",
     "algorithm",
+    "compare",
     "held_out",
     "simulate",
+    "sweep",
+    "tune",
 ]
 
 logging.getLogger("nestfed").addHandler(logging.NullHandler())  # silent unless the user configures logging

@@ -313,6 +313,8 @@ class Tape:
     examples: int = 0
     evaluations: int = 0
     loss: Tensor | None = None
+    buffers: Tensor | None = None
+    """The model's running statistics after the first evaluation."""
 
     def note(self, examples: int, loss: Tensor | None = None) -> None:
         """Add one evaluation; the first loss is the one at the current point."""
@@ -344,6 +346,8 @@ class Batch:
     """Evaluate the batch in this many pieces, one after another, to save memory."""
     clips: bool = True
     """The problem clips its gradients, if it has a clipping norm."""
+    buffers: Tensor | None = None
+    """The model's running statistics before this step, for all of its points; None = those of the user's module."""
 
     @property
     def raw(self) -> Batch:
@@ -499,27 +503,54 @@ class Problem(ABC):
     """The model has 2-d convolutions, which are faster with the channels last."""
     heavy: bool = False
     """The model has convolutions or recurrences, which are slower when vectorised over clients."""
+    buffers: str = ""
+    """The model keeps running statistics, which are averaged ("average") or stay on their client ("private")."""
 
     @property
     @abstractmethod
     def x0(self) -> Tensor:
         """The starting point, one flat vector of floats."""
 
+    @property
+    def b0(self) -> Tensor:
+        """The model's running statistics at the start, one flat vector; empty if it keeps none."""
+        return self.x0.new_zeros(0)
+
     def project(self, x: Tensor) -> Tensor:
         """Return the nearest feasible point; by default all points are feasible."""
         return x
+
+    def project_buffers(self, b: Tensor) -> Tensor:
+        """Return the nearest feasible running statistics: variances are not negative."""
+        return b
 
     def clipped(self, estimate: Tensor) -> Tensor:
         """Return an estimate of the gradient, shortened to the problem's clipping norm if it has one."""
         return estimate
 
     def bind(self, x: Tensor, *, train: bool = False) -> Any:
-        """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module."""
+        """Return the model at x, which is passed to `evaluate`; x itself unless the problem has a module.
+
+        x may have running statistics behind the parameters, here and in `module`.
+        """
         return x
 
     def module(self, x: Tensor) -> Any:
         """Return the result of a run: a model that owns its parameters, or a copy of x."""
         return x.detach().clone()
+
+    def start(self, model: Any) -> Tensor:
+        """Return the starting point for a model that `module` of a problem on the same model returned.
+
+        What the model does not have, such as AUROC's thresholds, starts as in x0.
+        """
+        x0 = self.x0
+        if getattr(model, "shape", None) != x0.shape:
+            raise NestfedError(
+                f"The trained model is a {type(model).__name__}, but this {type(self).__name__} starts from a vector of "
+                f"{x0.numel()} numbers."
+            )
+        return model.detach().to(x0).clone()
 
     def to(self, device: torch.device) -> None:  # noqa: B027 - by default there is nothing to move
         """Move the problem's tensors, including x0, to a device."""
@@ -801,6 +832,10 @@ class Algorithm(ABC, Generic[P, S]):
         """Return the fields that the server fills from contributions: the tables, and `fresh`."""
         return (*self.gathered.values(), "fresh") if self.gathered else ()
 
+    def solution(self, shared: Fields, private: Fields) -> Tensor:
+        """Return the solution, for `problem.bind` and `problem.module`: the point."""
+        return shared[self.point]
+
     def own_points(self, problem: P, shared: Fields, private: Fields) -> Tensor | None:
         """Return every client's own point, one row each, or None if the method trains none.
 
@@ -832,21 +867,9 @@ class Served(Algorithm[Any, Any]):
                 f"{self.method.name} {own}, so it cannot be served by {self.by.name or type(self.by).__name__}; choose a "
                 "method whose server averages, such as fedavg."
             )
-        object.__setattr__(self, "name", f"{self.method.name}+{self.by.name or type(self.by).__name__}")
-        for fact in (
-            "accepts",
-            "shared",
-            "private",
-            "gathered",
-            "single",
-            "point",
-            "family",
-            "cites",
-            "steps",
-            "sizes",
-            "evaluations",
-        ):
+        for fact in Algorithm.__annotations__:
             object.__setattr__(self, fact, getattr(self.method, fact))
+        object.__setattr__(self, "name", f"{self.method.name}+{self.by.name or type(self.by).__name__}")
 
     @property
     def server(self) -> Server:

@@ -58,12 +58,24 @@ def written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
 
 
 def make_directory(path: Path) -> Path:
-    """Create a directory and its parents if they do not exist."""
+    """Create a directory and its parents if they do not exist; on a system without file locks, create nothing."""
+    require_locks()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NestfedError(f"Cannot create the directory {path}: {error.strerror}.") from error
     return path
+
+
+def reject_foreign(directory: Path, what: str, *marks: str) -> None:
+    """Reject a directory whose content is something else: not empty, and without a file that matches one of the marks."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise NestfedError(f"{directory} is a file; choose another directory with --out.")
+    held = any(not p.name.startswith(".") for p in directory.iterdir())  # ignore temporary files of a killed process
+    if held and not any(any(directory.glob(mark)) for mark in marks):
+        raise NestfedError(f"{directory} is not empty and contains no {what}; choose another directory with --out.")
 
 
 def sweep(directory: Path) -> None:

@@ -1,7 +1,7 @@
 """Networks, and how to build one by name.
 
 All networks return logits: no final activation, and shape (n,) instead of (n, 1) for one output.
-None keeps running statistics, because federated averaging covers only parameters.
+None keeps running statistics, which are not parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
@@ -150,14 +151,35 @@ def score(
         return torch.cat([model(ready(part)) for part in x.split(CHUNK)]).cpu()
 
 
-def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False) -> Callable[[Any], dict[str, float]]:
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Computes a model's metrics on held-out examples; see `held_out`."""
+
+    x: Tensor
+    y: Tensor
+    log_odds: bool = False
+
+    @property
+    def binary(self) -> bool:
+        """Whether the labels have two classes."""
+        return len(self.y) > 0 and int(self.y.max()) <= 1
+
+    def scored(self, model: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return a model's scores of the examples, and their labels."""
+        return score(model, self.x).double().numpy(), self.y.numpy()
+
+    def __call__(self, model: Any) -> dict[str, float]:
+        """Return the metrics of a model."""
+        return judge(*self.scored(model), log_odds=self.log_odds)
+
+
+def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False) -> HeldOut:
     """Return a function for `simulate(evaluate=…)` that computes a model's metrics on held-out examples.
 
     x, y: the examples and their labels.
     log_odds: whether single scores are logits, so that accuracy and log-loss apply too.
     """
-    labels = y.numpy()
-    return lambda model: judge(score(model, x).double().numpy(), labels, log_odds=log_odds)
+    return HeldOut(x, y, log_odds)
 
 
 def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from nestfed.algorithms.buffered import with_buffers
 from nestfed.core import (
     Algorithm,
     Batch,
@@ -206,7 +207,7 @@ def check_problem(problem: Any, clients: Any, *, exact: bool = True, seed: int =
         _check_shapes(problem, what, name, answers[0], points, data)
         _close(answers[1], answers[0], f"{what} with batch.eager False and True")
         _check_tape(what, question, points, Batch(data, key, eager=True))
-        if run.alike and len(run) > 1:
+        if run.alike and len(run) > 1 and not problem.buffers:
             _check_vectorised(what, question, points, run, key)
     if exact:
         _check_differences(problem, kind, points, data, key, generator)
@@ -408,7 +409,7 @@ class Trial:
     @property
     def mode(self) -> str:
         """The default mode: vectorised if possible."""
-        return "vmap" if self.clients.alike else "loop"
+        return "vmap" if self.clients.alike and not self.problem.buffers else "loop"
 
     @property
     def some(self) -> int:
@@ -455,6 +456,7 @@ def check_algorithm(
     q: local iterations per round.
     rounds: the length of each run, which must not diverge.
     """
+    method = with_buffers(problem, method, "last")
     trial = Trial(method, problem, as_clients(clients).seeded(seed), q, rounds, seed)
     for check in ALGORITHM_CHECKS.values():
         check(trial)
@@ -608,7 +610,7 @@ def check_modes(trial: Trial) -> None:
 
     alone = trial.run(mode="loop", measure=measure)
     _require(not torch.equal(points[0], points[-1]), f"{trial.name} does not leave the starting point.")
-    if trial.clients.alike:
+    if trial.mode == "vmap":
         path, points = points, []
         _same_run(trial.run(mode="vmap", measure=measure), alone, f"{trial.name} vectorised and in a loop")
         _close(points, path, f"{trial.name} vectorised and in a loop: the points after every round")

@@ -62,20 +62,20 @@ def test_the_patient_wait_for_the_end_and_no_longer(tmp_path: Path) -> None:
 
 
 def test_one_thread_may_enter_again_but_not_another(tmp_path: Path) -> None:
-    told: list[str] = []
+    seen: list[str] = []
 
     def other() -> None:
         try:
             with locked(tmp_path):
-                told.append("entered")
+                seen.append("entered")
         except NestfedError as error:
-            told.append(str(error))
+            seen.append(str(error))
 
     with locked(tmp_path), locked(tmp_path / "." / ""):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert told[0].startswith(f"Process {os.getpid()} on")
+    assert seen[0].startswith(f"Process {os.getpid()} on")
     with locked(tmp_path):
         pass
 
@@ -132,17 +132,17 @@ def test_a_system_without_locks_is_refused_in_one_sentence(tmp_path: Path) -> No
     def work() -> None:
         sys.modules["fcntl"] = None  # type: ignore[assignment]
         main = importlib.import_module("nestfed.cli.main").main
-        sys.argv = ["nestfed", "list"]
-        with contextlib.suppress(SystemExit):
-            main()
+        for command in (["list"], ["compare", "demo", "--seeds", "1"], ["demo"]):
+            sys.argv = ["nestfed", *command]
+            with contextlib.suppress(SystemExit):
+                main()
         sys.argv = ["nestfed", "run", "demo", "algorithm.name=fcsg-m", "algorithm.alpha=1.0"]
         main()
 
     said = in_new_process(work, tmp_path)
     assert "fcsg-m" in said.out
     assert said.code == 2
-    assert said.err.count("\n") == 1
-    assert "needs file locks (fcntl)" in said.err
+    assert said.err.count("\n") == said.err.count("needs file locks (fcntl)") == 3
     assert not (tmp_path / "runs").exists()  # a run that was refused leaves nothing
 
 

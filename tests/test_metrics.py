@@ -31,7 +31,7 @@ from nestfed.metrics import (
     r2,
 )
 
-settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+settings.register_profile("patient", deadline=None)  # a busy machine must not fail a test
 settings.load_profile("patient")
 
 ROUNDING = 1e-12
@@ -141,7 +141,7 @@ def test_refusals(call, words: str) -> None:  # type: ignore[no-untyped-def]
 
 @settings(max_examples=300)
 @given(examples, grids)
-def test_truth_lies_within_the_stated_bounds(
+def test_truth_is_within_the_stated_bounds(
     rows: list[tuple[float, int]], grid: tuple[int, tuple[float, float] | None]
 ) -> None:
     scores, labels = columns(rows)

@@ -7,15 +7,16 @@ nonlinearity, so a method that mixes up batches or points gives other numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from nestfed_papers.toys import ToyClients
 from torch import Tensor, nn
 
-from nestfed.core import Batch, Clients, Data, SolvableSaddle, as_batch
+from nestfed.core import Algorithm, Batch, Clients, Data, Differentiable, SolvableSaddle, as_batch
 from nestfed.data.clients import CrossPairs
 from nestfed.data.random import Purpose, Streams
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
@@ -398,3 +399,41 @@ def trace(problem: Any, algorithm: Any, clients: Any, **options: Any) -> tuple[A
     options = {"seed": SEED, "progress": False, **options}
     result = simulate(problem, algorithm, clients, measure=measure, **options)
     return result, [(record["iteration"], fields) for record, fields in zip(result.history, seen)]
+
+
+class Flock(NamedTuple):
+    """The model, the own norms of the round so far, and everybody's of the last round."""
+
+    x: Tensor
+    norms: Tensor
+    everybody: Tensor
+    fresh: Tensor
+
+
+@dataclass(frozen=True)
+class Flocking(Algorithm[Differentiable, Flock]):
+    """FedAvg whose step is divided by 1 + the fresh clients' last norms, weighted by their place in the table."""
+
+    eta: float = 0.1
+
+    name = "flocking"
+    accepts = Differentiable
+    shared = ("x",)
+    gathered: ClassVar = {"norms": "everybody"}
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Flock:
+        empty = x0.new_zeros(0, 2)
+        return Flock(x0, empty, empty, empty)
+
+    def receive(self, s: Flock, t: int) -> Flock:
+        return s._replace(norms=s.norms[:0])
+
+    def ends_round(self, t: int, q: int) -> bool:
+        return t % q == 0  # the first round has one iteration
+
+    def step(self, problem: Differentiable, s: Flock, batch: Batch, t: int) -> Flock:
+        g = problem.grad(s.x, batch)
+        place = torch.arange(1, len(s.fresh) + 1).to(s.x)
+        known = (s.everybody.flatten(1).sum(1) * s.fresh * place).sum() if s.everybody.numel() else g.new_zeros(())
+        norm = torch.stack([g.norm(), s.x.norm()])[None]
+        return s._replace(x=s.x - self.eta / (1 + known) * g, norms=torch.cat([s.norms, norm]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nestfed.core import Algorithm, Average, Batch, Fields, NestfedError, Problem
+from nestfed.core import Algorithm, Average, Batch, Fields, NestfedError
 
 MEAN = "mean"
 
@@ -25,7 +25,6 @@ class Alone(Algorithm[Any, Any]):
     method: Algorithm[Any, Any]
 
     name = "alone"
-    accepts = Problem
     shared = (MEAN,)
     point = MEAN
     talks = False
@@ -37,15 +36,15 @@ class Alone(Algorithm[Any, Any]):
             raise NestfedError(
                 f"{self.method.name} needs what other clients contribute, so a client cannot run it alone."
             )
-
-    @property
-    def private(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the method
-        """All fields of the method that outlive a round."""
-        return (*self.method.shared, *self.method.private)
+        if not self.method.talks:
+            raise NestfedError(f"{self.method.name} trains every client alone already.")
+        object.__setattr__(self, "accepts", self.method.accepts)
+        object.__setattr__(self, "private", (*self.method.shared, *self.method.private))
 
     def own_points(self, problem: Any, shared: Fields, private: Fields) -> Tensor:
-        """Return the points that the clients reached alone."""
-        return private[self.method.point]
+        """Return the points that the clients reached alone: the method's own, if it trains one per client."""
+        own = self.method.own_points(problem, private, private)
+        return private[self.method.point] if own is None else own
 
     def init(self, problem: Any, x0: Tensor) -> Any:
         """Start as the method does."""
@@ -78,16 +77,16 @@ class Alone(Algorithm[Any, Any]):
 
     def _state(self, mean: Tensor, own: Any) -> Any:
         kind: Any = type(own)
-        return _with_mean(kind)(mean, *own)
+        return with_field(MEAN, kind)(mean, *own)
 
     def _own(self, s: Any) -> Any:
         return s.kind(*s[1:])
 
 
 @cache
-def _with_mean(kind: Any) -> Any:
-    """Return the type of a method's state with the mean in front."""
+def with_field(name: str, kind: Any) -> Any:
+    """Return the type of a method's state with one more field in front; its `kind` is the type without."""
     make: Any = namedtuple
-    made = make(kind.__name__, (MEAN, *kind._fields))
+    made = make(kind.__name__, (name, *kind._fields))
     made.kind = kind
     return made

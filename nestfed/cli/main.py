@@ -17,10 +17,9 @@ from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, Algorithm, NestfedError
 from nestfed.report.page import size
 
 if TYPE_CHECKING:
-    from nestfed.core import Metric
     from nestfed.data.sources import Source
     from nestfed.experiment.spec import Experiment
-    from nestfed.report.summary import MethodResult
+    from nestfed.report.page import Table
 
 app = typer.Typer(
     help="Federated learning for objectives that are not a plain average of losses.",
@@ -37,7 +36,8 @@ app.command("lr-find")(lr_find_command)
 
 File = Annotated[str, typer.Argument(help="An experiment file, or a name from `nestfed list`.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to override, such as algorithm.alpha=0.1 run.rounds=50.")
+    list[str] | None,
+    typer.Argument(help="Settings to override, such as algorithm.alpha=0.1 run.rounds=50 warm_up.rounds=5."),
 ]
 DatasetName = Annotated[str, typer.Argument(help="A dataset from `nestfed data list`.")]
 
@@ -213,11 +213,46 @@ def compare_(
 ) -> None:
     """Compare methods at equal rounds: tune each on validation data, then run it with every seed."""
     experiment = _experiment(file, overrides)
+    names = _names(algorithms, experiment, file)
+    place = out or Path("runs") / f"compare-{Path(file).stem}-{experiment.digest()}"
+    _compare(experiment, names, seeds, place, workers, Path(file).stem, tensorboard)
+
+
+@app.command("sweep")
+def sweep_(
+    file: File,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings; several values are swept: run.q=1,5,10 exchange.share=0.5,1.0."),
+    ] = None,
+    algorithms: Annotated[str, typer.Option(help="Methods, separated by commas.", show_default="all of the file")] = "",
+    seeds: Annotated[int, typer.Option(help="Number of seeds per method.")] = 3,
+    workers: Annotated[int, typer.Option(help="Number of parallel processes.", show_default="one per core")] = 0,
+    out: Annotated[Path | None, _out("runs/sweep-NAME-DIGEST")] = None,
+) -> None:
+    """Compare methods at every value of some settings: one table and one picture. Run it again to resume."""
+    from nestfed.experiment.spec import read
+    from nestfed.experiment.sweep import parse_settings, points_of, sweep_points
+
+    single, over = parse_settings(settings or ())
+    experiment = read(file).with_overrides(single)
+    names = _names(algorithms, experiment, file)
+    place = out or Path("runs") / f"sweep-{Path(file).stem}-{experiment.digest()}"
+    with status() as tell:
+        points = points_of(experiment, over)
+        found = sweep_points(points, names, seeds, place, title=Path(file).stem, workers=workers or None, tell=tell)
+    show(found.table())
+    echo(f"\nreport   {found.report()}\nrecords  {place}")
+    if (place / "sweep.png").exists():
+        echo(f"picture  {place / 'sweep.png'}")
+
+
+def _names(algorithms: str, experiment: Experiment, file: str) -> list[str]:
+    """Return the methods that the user named, or all of the file."""
     names = [a.strip() for a in algorithms.split(",") if a.strip()] or list(experiment.methods)
     if not names:
         raise NestfedError(f"{file} has no [methods]: name some with --algorithms fedavg,fcsg-m.")
-    place = out or Path("runs") / f"compare-{Path(file).stem}-{experiment.digest()}"
-    _compare(experiment, names, seeds, place, workers, Path(file).stem, tensorboard)
+    return names
 
 
 @app.command("tune")
@@ -273,22 +308,18 @@ def _compare(
     title: str,
     tensorboard: bool = False,
 ) -> None:
-    from nestfed.experiment.compare import compare
-    from nestfed.report.drawing import drawable
-    from nestfed.report.html import write
-    from nestfed.report.plot import curves
-    from nestfed.report.summary import page_of_comparison
+    from nestfed.experiment.compare import Comparison, compare
 
     with status() as tell:
-        metric, outcomes = compare(experiment, names, seeds, place, workers=workers or None, tell=tell)
-    _table(outcomes, metric, seeds)
-    report = write(page_of_comparison(place, metric, outcomes, title=title), place / "report.html")
+        compare(experiment, names, seeds, place, title=title, workers=workers or None, tell=tell)
+    found = Comparison.read(place)
+    show(found.table())
+    report = found.report()
     if tensorboard:
         write_events_below(place, place / "tensorboard")
     echo(f"\nreport   {report}\nrecords  {place}")
-    if drawable():
-        shown = {o.method: o.histories for o in outcomes}
-        echo(f"curves   {curves(shown, metric.name, place / 'curves.png', title)}")
+    if (place / "curves.png").exists():
+        echo(f"curves   {place / 'curves.png'}")
 
 
 def write_events_below(runs: Path, place: Path) -> None:
@@ -299,41 +330,19 @@ def write_events_below(runs: Path, place: Path) -> None:
         write_events(record, place / record.parent.relative_to(runs))
 
 
-def _table(outcomes: list[MethodResult], metric: Metric, seeds: int) -> None:
-    from statistics import fmean
+def show(table: Table) -> None:
+    """Print a table of a report, its best rows in bold, and its note."""
+    from rich.table import Table as Rich
 
-    from rich.table import Table
-
-    from nestfed.report.summary import reached, spread
-
-    means = {o.method: fmean(o.final(metric.name)) for o in outcomes}
-    best, target = max(means, key=lambda m: metric.signed(means[m])), metric.worst(means.values())
-    table = Table(box=None, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for column in (f"{metric.name} on test", "rounds", f"rounds to {target:.4f}", "examples", "sent", "trials"):
-        table.add_column(column, justify="right")
-    table.add_column("tuned to")
-    for o in outcomes:
-        values, end = o.final(metric.name), o.histories[0][-1]
-        hits = [hit["round"] for history in o.histories if (hit := reached(history, metric, target)) is not None]
-        some = f" ({len(hits)} of {seeds})" if len(hits) < seeds else ""
-        table.add_row(
-            f"[bold]{o.method}[/bold]" if o.method == best else o.method,
-            spread(values),
-            str(end["round"]),
-            f"{spread(hits, lambda v: f'{v:.3g}')}{some}" if hits else "–",
-            f"{end['examples']:,}",
-            size(end["bytes_up"] + end["bytes_down"]),
-            str(o.trials),
-            " ".join(f"{k.split('.')[-1]}={v}" for k, v in o.chosen.items()),
-        )
-    echo(table)
-    echo(
-        f"\nMean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}. {metric.direction} mean {metric.name}: {best}."
-    )
-    for o in outcomes:
-        if o.diverged:
-            echo(o.divergence())
+    printed = Rich(box=None, pad_edge=False)
+    last = len(table.columns) - 1
+    for i, column in enumerate(table.columns):
+        printed.add_column(column, no_wrap=i == 0, justify="left" if i in (0, last) else "right")
+    for i, row in enumerate(table.rows):
+        first, *cells = ["" if cell is None else str(cell) for cell in row]
+        printed.add_row(f"[bold]{first}[/bold]" if i in table.best else first, *cells)
+    echo(printed)
+    echo(f"\n{table.note}")
 
 
 @contextmanager

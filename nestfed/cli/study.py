@@ -52,6 +52,8 @@ def train_command(
     from nestfed.study.tables import read_sites
     from nestfed.study.train import train
 
+    place = out or Path("runs") / f"train-{target}"
+    export.claim(place, target, objective)
     with _warnings_in_one_line():
         data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
         if len(data.classes) == 2:
@@ -59,7 +61,6 @@ def train_command(
         outcome = train(
             data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
         )
-    place = out or Path("runs") / f"train-{target}"
     written = export.write(outcome, place, files)
     columns, rows = export.results(outcome)
     typer.echo()
@@ -109,7 +110,8 @@ def lr_find_command(
         estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)
         found = lr_find(estimator, data.sites)
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])
-    typer.echo(f"\nbest lr = {found.best:.3g}" + (f"; plot {found.draw(out)}" if drawable() else ""))
+    mark = f" ({found.end} of those tried)" if found.end else ""
+    typer.echo(f"\nbest lr = {found.best:.3g}{mark}" + (f"; plot {found.draw(out)}" if drawable() else ""))
 
 
 def _tell(sentence: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nestfed.core import Clients, Data, NestfedError, as_clients, one_of
+from nestfed.core import Clients, Data, NestfedError, as_clients, one_of, whole
 from nestfed.data.random import Purpose, Streams
 
 Size = int | Callable[[int], int]
@@ -23,7 +23,7 @@ Size = int | Callable[[int], int]
 
 def size_at(size: Size, t: int) -> int:
     """Return a batch size at iteration t."""
-    return size(t) if callable(size) else size
+    return whole("A batch size", size(t) if callable(size) else size)
 
 
 def every(period: int, large: int, small: int) -> Callable[[int], int]:
@@ -78,11 +78,16 @@ class _Held(Clients):
         if len(sizes) != 1:
             raise NestfedError(f"All arrays must hold the same examples, but their lengths are {sorted(sizes)}.")
         (total,) = sizes
-        if not self.parts:
+        if len(self.parts) == 0:
             raise NestfedError("There are no clients: the partition is empty.")
+        object.__setattr__(self, "parts", [np.asarray(part) for part in self.parts])
         for n, part in enumerate(self.parts):
-            if len(part) == 0:
+            if part.size == 0:
                 raise NestfedError(f"Client {self.label(n)} has no examples.")
+            if part.ndim != 1 or part.dtype.kind not in "iu":
+                raise NestfedError(
+                    f"The part of client {self.label(n)} must be a list of row numbers, not {part!r:.60}."
+                )
             if part.min() < 0 or part.max() >= total:
                 raise NestfedError(f"Client {self.label(n)} has an index outside 0…{total - 1}.")
         object.__setattr__(self, "_streams", Streams(self.seed or 0))
@@ -205,6 +210,13 @@ class Paced(Clients):
         self.clients.close()
 
 
+def _reject_other_labels(clients: _Held) -> None:
+    """Reject labels other than 0 and 1."""
+    found = [v for v in clients.arrays[1].unique().tolist() if v not in (0, 1)]
+    if found:
+        raise NestfedError(f"{type(clients).__name__} needs labels 0 and 1, not {found[0]:g}.")
+
+
 @dataclass(frozen=True)
 class Examples(_Held):
     """Clients that draw plain batches: a tuple of the arrays' rows, without replacement within a batch.
@@ -241,6 +253,7 @@ class Balanced(_Held):
     def __post_init__(self) -> None:
         super().__post_init__()
         p = mean_rate(self.arrays[1], self.parts) if self.p is None else self.p
+        _reject_other_labels(self)
         if not 0 < p < 1:
             raise NestfedError("Balanced needs positives and negatives: all examples are of one class.")
         labels = self.arrays[1].cpu().numpy()
@@ -296,8 +309,7 @@ class Pairs(_Held):
     def __post_init__(self) -> None:
         super().__post_init__()
         labels = self.arrays[1].cpu().numpy()
-        if not np.isin(labels, (0, 1)).all():
-            raise NestfedError("Pairs needs labels 0 and 1.")
+        _reject_other_labels(self)
         if self.inner < 2:
             raise NestfedError(f"The inner batch needs at least 2 examples, not {self.inner}.")
         positives = self.inner // 2 if self.inner_positives is None else self.inner_positives

@@ -107,6 +107,15 @@ def init(folder: Path, experiment: Experiment, sites: int) -> None:
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
+def reject_warm_up(experiment: Experiment) -> None:
+    """Reject an experiment with a warm-up, which only simulations have."""
+    if experiment.warm_up.rounds:
+        raise NestfedError(
+            f"A deployment cannot have a warm-up, but the experiment has one of {experiment.warm_up.rounds} rounds: set "
+            "warm_up.rounds = 0."
+        )
+
+
 def check_experiment(experiment: Experiment, sites: int) -> None:
     """Reject an experiment that cannot be deployed, before anything is written."""
     from nestfed.experiment.build import method
@@ -117,6 +126,7 @@ def check_experiment(experiment: Experiment, sites: int) -> None:
         methods = ", ".join(experiment.methods)
         hint = f"this file's methods are {methods}" if methods else "see `nestfed list`"
         raise NestfedError(f"The experiment has no algorithm: choose one with --method ({hint}).")
+    reject_warm_up(experiment)
     single = method(experiment).single
     if experiment.execution.device != "cpu":
         raise NestfedError(f"execution.device must be cpu for a deployment, not {experiment.execution.device}.")

@@ -49,9 +49,9 @@ def write(directory: Path, state: RunState, private: Fields, fingerprint: str, k
     digest = hashlib.sha256()
 
     def path() -> Path:
-        return directory / f"round-{state.round:08d}-{digest.hexdigest()[:16]}.safetensors"
+        return directory / f"round-{state.number:08d}-{digest.hexdigest()[:16]}.safetensors"
 
-    with written(directory / f".round-{state.round:08d}.{os.getpid()}.tmp", path) as file:
+    with written(directory / f".round-{state.number:08d}.{os.getpid()}.tmp", path) as file:
         for block in _blocks(tensors, metadata):
             digest.update(block)
             file.write(block)
@@ -81,15 +81,18 @@ def _blocks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[An
 
 
 def read(
-    directory: Path, fingerprint: str, device: torch.device, like: Saved | None = None
+    directory: Path, fingerprint: str, device: torch.device, like: Saved | None = None, rounds: range | None = None
 ) -> tuple[Saved | None, list[str]]:
     """Return the newest intact checkpoint of this experiment, or None, and a warning for each skipped file.
 
-    With `like`, the fields must have the same names, types and shapes.
+    With `like`, the fields must have the same names, types and shapes. With `rounds`, only checkpoints after one of these
+    rounds count: those of a warm-up have other fields.
     """
     warnings = []
     for path in _found(directory):
         match = _NAME.fullmatch(path.name)
+        if rounds is not None and match is not None and int(match[1]) not in rounds:
+            continue
         try:
             if match is None or _digest(path) != match[2]:
                 warnings.append(f"{path} is damaged and was skipped.")

@@ -148,10 +148,10 @@ class Local:
             problem, self.method, self.template, order.span, not self.vectorised, order.tap,
             precision=self.precision, pieces=self.pieces,
         )  # fmt: skip
-        with reply.lap("drawing"), blamed(self.clients.label, ns, order.round, "The clients' sample"):
+        with reply.lap("drawing"), blamed(self.clients.label, ns, order.number, "The clients' sample"):
             kept = self.store.read(order, start, stop)
             inputs = self._inputs(order, received, kept, start, stop)
-        with reply.lap("running"), blamed(self.clients.label, ns, order.round):
+        with reply.lap("running"), blamed(self.clients.label, ns, order.number):
             fields, private, report = self._rounds(program, inputs)
             if self.compiling:
                 reply.laps["compiling"] = reply.laps.get("compiling", 0.0) + self.compiling
@@ -159,7 +159,7 @@ class Local:
             numbers, good = _checked(fields, private, report)
             if len(good) < len(ns):
                 for i in sorted(set(range(len(ns))) - set(good)):
-                    sentence = self._culprit(program, inputs, order.round, ns[i], i)
+                    sentence = self._culprit(program, inputs, order.number, ns[i], i)
                     if not self.drop:
                         raise DivergedError(sentence)
                     reply.dropped[ns[i]] = sentence
@@ -316,7 +316,7 @@ class Local:
                 i,
             )
         except WrongNumberError as wrong:
-            step = f"{where}, iteration {now} (round {round + 1})"
+            step = f"{where}, iteration {now} (round {round})"
             leaves = tree_leaves(inputs.batches[now - program.span.start])
             numbers = [v[i] for v in leaves if isinstance(v, Tensor) and v.is_floating_point()]
             if not all(bool(torch.isfinite(v).all()) for v in numbers):
@@ -331,7 +331,7 @@ class Local:
                 f"The {name} became infinite, NaN or too large {step}, although the data are finite: the step size is too "
                 "large, or f or the model divides by 0 or takes a logarithm or root of 0."
             )
-        return f"A number became infinite or NaN {where} in its upload or private fields after round {round + 1}."
+        return f"A number became infinite or NaN {where} in its upload or private fields after round {round}."
 
 
 def _checked(fields: Fields, private: Fields, report: Report) -> tuple[Tensor, list[int]]:

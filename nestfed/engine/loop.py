@@ -58,7 +58,9 @@ class Plan:
         rules = self.rules
         asked = rules.exchange.draw(Streams(self.seed), rules.clients, state.round) if train else []
         span = span_from(rules.method, state.t, self.q)
-        return Order(state.round, span, asked, state.seen[asked].tolist(), tap, tables=state.tables)
+        return Order(
+            state.round, span, asked, state.seen[asked].tolist(), tap, tables=state.tables, before=state.rounds_before
+        )
 
 
 def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, Reply, None]:
@@ -70,7 +72,7 @@ def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, R
         )
     while True:
         over = state.round >= plan.rounds
-        due = plan.evaluation.due(state.round, over)
+        due = plan.evaluation.due(state.number, over)
         if due and plan.evaluate is not None and not book.judged(state):
             with book.lap("evaluation"):
                 book.judge(state, plan.evaluate(state))
@@ -110,12 +112,12 @@ def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirector
             raise type(error)(f"{error} {where}") from error
         raise
     if book.leads:
-        LOG.info("finished after round %d: %s examples, %.3g s.", state.round, f"{state.examples:,}", state.seconds)
+        LOG.info("finished after round %d: %s examples, %.3g s.", state.number, f"{state.examples:,}", state.seconds)
 
 
 def _log_start(plan: Plan, state: RunState, book: RunDirectory) -> None:
     what = f"{plan.rules.method.name} with {plan.rules.clients} clients, {plan.rounds} rounds of {plan.q} local steps"
-    begin = f"resuming after round {state.round}" if state.round else "starting"
+    begin = f"resuming after round {state.number}" if state.number else "starting"
     LOG.info("%s: %s; %s.", begin, what, f"directory {book.path}" if book.path is not None else "nothing is saved")
 
 

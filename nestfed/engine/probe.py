@@ -19,6 +19,7 @@ from nestfed.engine.program import Span, batch_keys
 from nestfed.files import write_atomically
 
 FILE = "probe.json"
+WARM_UP_FILE = "probe-warm-up.json"
 CLIENTS = 4
 """The clients whose first batch is probed."""
 BINS = 64
@@ -38,14 +39,14 @@ def blamed(
     except Exception as error:
         who = f"client {label(ns[0])}" if len(ns) == 1 else f"clients {label(ns[0])} to {label(ns[-1])}"
         reason = " ".join(str(error).split("\n\n")[0].split())
-        raise NestfedError(f"{what} failed at {who} in round {round + 1}: {type(error).__name__}: {reason}") from error
+        raise NestfedError(f"{what} failed at {who} in round {round}: {type(error).__name__}: {reason}") from error
 
 
 def inspect(problem: Problem, clients: Clients, seed: int, among: Sequence[int]) -> None:
     """Reject a problem whose loss does not depend on the parameters; let it find out whether it is random."""
     for n in among:
         batch = first_batch(problem, clients, seed, n)
-        with blamed(clients.label, [n], 0):
+        with blamed(clients.label, [n], 1):
             if problem.inspect(batch):
                 return
     raise NestfedError(
@@ -95,7 +96,7 @@ class Probe:
             batch = first_batch(problem, clients, seed, n)
             name = clients.label(n)
             batches[name] = [_summary(leaf) for leaf in tree_leaves(batch.data)]
-            with blamed(clients.label, [n], 0):
+            with blamed(clients.label, [n], 1):
                 gradients[name] = _sketch(_gradient(problem, start, batch))
         return cls(problem.parameters(), batches, gradients)
 
@@ -157,9 +158,9 @@ def _changed(now: Mapping[str, Sequence[int]], before: Mapping[str, Sequence[int
     return ""
 
 
-def check(path: Path, probe: Probe) -> str:
+def check(path: Path, probe: Probe, name: str = FILE) -> str:
     """Compare a probe with that of a run directory, or store it there; return a warning, or nothing."""
-    file = path / FILE
+    file = path / name
     if not file.exists():
         write_atomically(file, json.dumps(asdict(probe)).encode())
         return ""

@@ -41,6 +41,14 @@ class Group:
         """Whether this rank evaluates and writes."""
         return self.rank == 0
 
+    def agree(self, value: Any) -> Any:
+        """Return the leading rank's value on all ranks."""
+        if self.count == 1:
+            return value
+        box = [value]
+        distributed.broadcast_object_list(box)
+        return box[0]
+
     def block(self, clients: int, rank: int | None = None) -> range:
         """Return the clients of a rank; None = this one."""
         rank = self.rank if rank is None else rank
@@ -131,9 +139,7 @@ class Ranks:
 
     def agree(self, value: Any) -> Any:
         """Return rank 0's value on all ranks."""
-        box = [value]
-        distributed.broadcast_object_list(box)
-        return box[0]
+        return self._group.agree(value)
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""

@@ -41,6 +41,13 @@ class Order:
     """The row of the first client in a table of all uploads."""
     tables: Fields = field(default_factory=dict)
     """The tables of the clients' contributions, and who is fresh (`Algorithm.gathered`)."""
+    before: int = 0
+    """Rounds of a warm-up, for messages."""
+
+    @property
+    def number(self) -> int:
+        """This round's number in records and messages."""
+        return self.before + self.round + 1
 
     @property
     def tapped(self) -> bool:
@@ -215,16 +222,29 @@ class RunState:
     bytes_down: int = 0
     seconds: float = 0.0
     best: float | None = None
+    rounds_before: int = 0
+    """Rounds of a warm-up, which `round` and everything random do not count."""
+    t_before: int = 0
+    """Iterations of a warm-up."""
 
     @classmethod
-    def start(cls, method: AnyAlgorithm, template: Any, clients: int) -> RunState:
-        """Return the state before the first round."""
+    def start(cls, method: AnyAlgorithm, template: Any, clients: int, warm: RunState | None = None) -> RunState:
+        """Return the state before the first round; after a warm-up, with its costs."""
         shared = {k: getattr(template, k) for k in method.shared}
         state = cls(shared, method.server.init(shared), torch.full((clients,), -1))
         for name, table in method.gathered.items():
             own = getattr(template, name)
             state.tables |= {table: own.new_zeros((clients, *own.shape)), "fresh": own.new_zeros(clients)}
+        if warm is not None:
+            state.rounds_before, state.t_before = warm.round, warm.t
+            for cost in ("examples", "bytes_up", "bytes_down", "seconds"):
+                setattr(state, cost, getattr(warm, cost))
         return state
+
+    @property
+    def number(self) -> int:
+        """Rounds completed, with those of a warm-up: the number in records, checkpoints and messages."""
+        return self.rounds_before + self.round
 
     def advance(self, stop: int, answered: Sequence[int]) -> None:
         """Count a round that ended before iteration `stop`.
@@ -245,8 +265,8 @@ class RunState:
     def record(self, loss: float | None, drift: float | None, participants: int) -> Record:
         """Return a record with the costs so far and the statistics of the last round."""
         return {
-            "round": self.round,
-            "iteration": self.t,
+            "round": self.number,
+            "iteration": self.t_before + self.t,
             "participants": participants,
             "loss": loss,
             "drift": drift,
@@ -256,9 +276,9 @@ class RunState:
             "seconds": round(self.seconds, 6),
         }
 
-    def outcome(self, point: str, keep: str) -> Tensor:
-        """Return the kept point, or the last one if no round kept one."""
-        return self.kept.get(keep, self.shared[point])
+    def outcome(self, last: Tensor, keep: str) -> Tensor:
+        """Return the kept solution, or the last one if no round kept one."""
+        return self.kept.get(keep, last)
 
 
 @dataclass(frozen=True)
@@ -298,7 +318,7 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
     drift: float | None = 0.0
     count = len(reply.answered)
     if reply.dropped and not count and not rules.noise:
-        raise NestfedError(f"No client is left in round {state.round + 1}: {next(iter(reply.dropped.values()))}")
+        raise NestfedError(f"No client is left in round {state.number + 1}: {next(iter(reply.dropped.values()))}")
     if count or rules.noise:  # add noise even if nobody answered; otherwise its absence would reveal that
         mean = _reduced(rules, state, reply)
         tapped = mean.pop(TAP, None)
@@ -315,7 +335,7 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
         tables = _gather(method, state.tables, reply.gathered)
         for k, v in (*shared.items(), *server.items()):
             if not bool(torch.isfinite(v.sum())):
-                raise DivergedError(f"The server's {k} became infinite or NaN in round {state.round + 1}.")
+                raise DivergedError(f"The server's {k} became infinite or NaN in round {state.number + 1}.")
         state.server, state.shared, state.tables = server, shared, tables
         if tapped is not None:
             state.kept["uniform"] = tapped
@@ -342,7 +362,7 @@ def _reduced(rules: Rules, state: RunState, reply: Reply) -> dict[str, Tensor]:
     base = state.shared if encoding.up else encoding.broadcast(state.shared)
     if rules.noise is None:
         return {k: base[k] + v.div_(reply.weight) for k, v in reply.sums.items()}
-    return rules.noise.mean(reply.sums, base, state.round, rules.noise_seed)
+    return rules.noise.mean(reply.sums, base, state.number, rules.noise_seed)
 
 
 def _gather(method: AnyAlgorithm, tables: Fields, rows: Mapping[int, Fields]) -> dict[str, Tensor]:

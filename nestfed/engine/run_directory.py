@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from nestfed.core import NestfedError
 from nestfed.engine import checkpoint
 from nestfed.engine.federation import Federation
 from nestfed.engine.options import Evaluation
+from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.progress import Progress
 from nestfed.engine.record import COSTS, Log, metrics_of
 from nestfed.engine.record import read as read_record
@@ -44,18 +45,23 @@ class RunDirectory:
         identity: str,
         federation: Federation,
         *,
-        point: str,
+        method: AnyAlgorithm,
         rounds: int,
         evaluation: Evaluation,
         checkpoint_every: int,
         leads: bool = True,
+        before: int = 0,
+        last: int = 2**31,
+        history: Sequence[Record] = (),
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.path, self.identity, self.federation, self.leads = path, identity, federation, leads
-        self.point, self.rounds, self.evaluation, self.every = point, rounds, evaluation, checkpoint_every
+        self.method, self.rounds, self.evaluation, self.every = method, rounds, evaluation, checkpoint_every
+        self.before, self.last = before, last
+        """The rounds of a warm-up before these, and the last round that can be of this part of the run."""
         self._warn = warn
         self.progress: Progress | None = None
-        self.history: list[Record] = []
+        self.history: list[Record] = list(history)
         self.laps: dict[str, float] = {}
         """Seconds by activity."""
         self.saved = -1
@@ -73,27 +79,34 @@ class RunDirectory:
 
         With `grow`, a checkpoint may have fewer clients; the new ones have not taken part yet.
         """
-        if self.path is None:
-            return state
+        if self.path is not None:
+            state = self._resumed(state, device, grow)
+        self._written = len(self.history)
+        if not state.round and self.before and self.judged(state):  # the warm-up evaluated the point that it hands over
+            self._keep_best(state, metrics_of(self.history[-1]))
+        return state
+
+    def _resumed(self, state: RunState, device: torch.device, grow: bool) -> RunState:
+        assert self.path is not None
         found: checkpoint.Saved | None = None
         if self.leads:
             found = self._newest(state, device, grow)
         there = self.federation.agree(None if found is None else found.state)
         if there is not None:
             self.federation.restore({} if found is None else found.private)
-            state, self.saved = _on(there, device), there.round
-            self.history = [r for r in read_record(self.path / "record.jsonl") if r["round"] <= state.round]
+            state, self.saved = _on(there, device), there.number
+            self.history = [r for r in read_record(self.path / "record.jsonl") if r["round"] <= state.number]
         if self.leads:
             self._log = Log(self.path / "record.jsonl", self.history)
-        self._written = len(self.history)
         return state
 
     def _newest(self, state: RunState, device: torch.device, grow: bool) -> checkpoint.Saved | None:
         assert self.path is not None
         sweep(self.path)
         like = checkpoint.Saved(state, dict(self.federation.own()))
-        found, skipped = checkpoint.read(self.path, self.identity, device, like)
-        if found is None and not skipped and (lost := _recorded(self.path / "record.jsonl")):
+        found, skipped = checkpoint.read(self.path, self.identity, device, like, range(self.before + 1, self.last + 1))
+        lost = _recorded(self.path / "record.jsonl")
+        if found is None and not skipped and lost > self.before:
             skipped = [f"{self.path} has no checkpoint of its {lost} rounds: the run starts from the beginning."]
         for sentence in skipped:
             self.warn(sentence)
@@ -154,7 +167,7 @@ class RunDirectory:
 
     def judged(self, state: RunState) -> bool:
         """Return whether the record already has the metrics of this state."""
-        return bool(self.history) and self.history[-1]["round"] == state.round and bool(metrics_of(self.history[-1]))
+        return bool(self.history) and self.history[-1]["round"] == state.number and bool(metrics_of(self.history[-1]))
 
     def judge(self, state: RunState, values: Mapping[str, float]) -> None:
         """Add metrics to the line of a state, and keep its point if it is the best."""
@@ -162,33 +175,37 @@ class RunDirectory:
             raise NestfedError(
                 f"The evaluation returns {taken[0]!r}, which is a column of the record: rename the metric."
             )
-        known = next((metrics_of(r) for r in self.history if metrics_of(r)), {})
+        own = [r for r in self.history if r["round"] > self.before or not self.before]
+        known = next((metrics_of(r) for r in own if metrics_of(r)), {})
         if known and values and set(known) != set(values):
             where = "the record of this run" if self.path is None else f"the record in {self.path}"
             raise NestfedError(f"The evaluation returns {', '.join(values)}, but {where} has {', '.join(known)}.")
-        if not self.history or self.history[-1]["round"] != state.round:
+        if not self.history or self.history[-1]["round"] != state.number:
             self.history.append(state.record(None, None, 0))
         self.history[-1] |= values
+        self._keep_best(state, values)
+        if self._written == len(self.history):  # the line was written before its metrics were known
+            self._rewrite()
+            self._show(self.history[-1])
+
+    def _keep_best(self, state: RunState, values: Mapping[str, float]) -> None:
         if self.evaluation.keep == "best" and values:
             metric = metrics.find(self.evaluation.metric)
             name = self.evaluation.metric if isinstance(self.evaluation.metric, str) else metric.name
             if name not in values:
                 raise NestfedError(f"evaluation.metric is {name!r}, but the evaluation returns {', '.join(values)}.")
-            state.keep_best(state.shared[self.point], values[name], metric)
-        if self._written == len(self.history):  # the line was written before its metrics were known
-            self._rewrite()
-            self._show(self.history[-1])
+            state.keep_best(self.method.solution(state.shared, {}), values[name], metric)
 
     def settle(self, state: RunState, over: bool) -> None:
         """Write the new lines; save a checkpoint if one is due; stop if the user pressed Ctrl-C."""
         self._write()
         asked = self.federation.any(self._interrupt.is_set())
-        if state.round > self.saved and state.round and (over or asked or state.round % self.every == 0):
+        if state.number > self.saved and state.round and (over or asked or state.number % self.every == 0):
             with self.lap("saving"):
                 self.save(state)
         if asked and not over:
             how = f"; run it again to resume from {self.path}" if self.path is not None else " (nothing is saved)"
-            raise Interrupted(f"Stopped after round {state.round} of {self.rounds}{how}.")
+            raise Interrupted(f"Stopped after round {state.number} of {self.rounds}{how}.")
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
@@ -208,8 +225,8 @@ class RunDirectory:
             self._log.settle()
             checkpoint.write(self.path, state, private, self.identity)
             # A checkpoint after every round is not news.
-            LOG.log(logging.INFO if self.every > 1 else logging.DEBUG, "checkpoint after round %d.", state.round)
-        self.saved = state.round
+            LOG.log(logging.INFO if self.every > 1 else logging.DEBUG, "checkpoint after round %d.", state.number)
+        self.saved = state.number
 
     def rescue(self, state: RunState) -> str:
         """Save the last good state after a failed round; return a sentence that says where, or nothing."""

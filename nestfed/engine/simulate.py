@@ -7,8 +7,8 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from nestfed import metrics
-from nestfed.core import Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
-from nestfed.engine import probe
+from nestfed.algorithms.buffered import BUFFERS, with_buffers
+from nestfed.core import Algorithm, Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
+from nestfed.engine import checkpoint, probe
 from nestfed.engine.federation import Failing, Federation
 from nestfed.engine.local import Local
 from nestfed.engine.loop import Plan, drive
@@ -32,6 +33,7 @@ from nestfed.engine.round import Record, Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.schedules import check_schedules, described
 from nestfed.engine.store import Tables, private_fields
+from nestfed.engine.warm_up import WarmUp
 from nestfed.engine.workers import Workers
 from nestfed.files import locked, make_directory, require_locks, write_atomically
 
@@ -54,6 +56,7 @@ class Result:
     """The result of a run. `result["ap"]` is the last value of a metric."""
 
     x: Tensor
+    """The solution: the parameters, and behind them running statistics if the model keeps any."""
     model: Any
     """The user's module with the trained parameters, or the vector itself."""
     history: list[Record]
@@ -104,6 +107,7 @@ def simulate(
     execution: Execution = Execution(),
     directory: str | Path | None = None,
     progress: bool | None = None,
+    warm_up: WarmUp | None = None,
 ) -> Result:
     """Train for a number of communication rounds of q local iterations each.
 
@@ -116,55 +120,212 @@ def simulate(
     - `execution`: how to run clients on this machine; results change by rounding only.
     - `directory`: write the record and checkpoints there, and resume from them. Only one run at a time may use it.
     - `progress`: show a progress bar; None = only on a terminal.
+    - `warm_up`: the first of these rounds use another method and objective. `measure` and `evaluation.keep` concern only
+      the rounds after them.
     """
     require_locks()
-    _check(problem, method, rounds, q, evaluation, exchange, evaluate is not None or measure is not None)
+    whole("rounds", rounds, 0)
+    warm = warm_up if warm_up is not None and warm_up.rounds else None
+    before = warm.rounds if warm is not None else 0
+    judged = evaluate is not None or measure is not None
+    _check(problem, method, max(rounds - before, 0), q, seed, evaluation, exchange, execution, judged)
+    method = with_buffers(problem, method, evaluation.keep)
     clients = as_clients(clients)
     exchange.check(_some(clients, method))
-    device = torch.device(execution.device)
+    device = _available(execution.device)
     group = Group.join(device)
     problem.to(device)
     clients = clients.seeded(seed).to(device)
     start = _start(problem, x0)
-    probe.inspect(problem, clients, seed, probe.some(len(clients)))
-    rules = _rules(problem, method, clients, exchange, seed)
-    statement = rules.noise.statement(rounds, method.shared) if rules.noise else ""
     path = None if directory is None else make_directory(Path(directory))
+    own = _Part(problem, method, clients, rounds, q, seed, exchange, execution, path, group, rounds, before=before)
+    parts, names = [own], method.shared
+    if warm is not None:
+        first = _warm_part(warm, own)
+        parts, names = [first, own], tuple(dict.fromkeys((*warm.method.shared, *names)))
+        begin = _start(first.problem, warm.first(problem, None if x0 is None else start))
+        warm.hand_over(problem, begin)  # reject another model before any work starts
+    for part in parts:
+        probe.inspect(part.problem, part.clients, seed, probe.some(len(clients)))
+        part.check()
+    noise = Noise.plan(exchange, len(clients))
+    statement = noise.statement(rounds, names) if noise else ""
     with locked(path) if path is not None and group.leads else nullcontext():
-        probed = probe.Probe.of(problem, clients, seed, start) if path is not None and group.leads else None
-        template = _template(method, problem, start)
-        state = RunState.start(method, template, len(clients))
-        with closing(_federation(rules, clients, seed, template, state, execution, path, group)) as federation:
+        if statement and path is not None and group.leads:
+            write_atomically(path / "privacy.txt", f"{statement}\n".encode())
+        done: _Done | None = None
+        identity = own.identity() + (f" after {before} rounds of {first.identity()}" if warm is not None else "")
+        probed = own.probed(start)
+        if warm is not None and not own.begun(identity):
+            last = replace(evaluation, keep="last", metric="")
+            done = first.run(begin, identity, first.probed(begin), last, evaluate, None, progress, None)
+            start = warm.hand_over(problem, done.x)
+        if done is None or rounds >= before:
+            done = own.run(start, identity, probed, evaluation, evaluate, measure, progress, done)
+        return done.result(statement)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A part of a run after its last round."""
+
+    problem: Problem
+    method: AnyAlgorithm
+    state: RunState
+    book: RunDirectory
+    x: Tensor
+    """The point that the run returns."""
+    private: Fields
+
+    def result(self, privacy: str) -> Result:
+        """Return the result of the run if this part is the last one."""
+        problem, state = self.problem, self.state
+        points = self.method.own_points(problem, state.shared, self.private)
+        return Result(
+            self.x, problem.module(self.x), self.book.history, dict(state.shared), dict(self.private),
+            _profile(self.book.laps), privacy, dict(state.tables), points,
+            [] if points is None else [problem.module(own) for own in points],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rounds of a run with one method: all of them, or those of the warm-up or after it."""
+
+    problem: Problem
+    method: AnyAlgorithm
+    clients: Clients
+    rounds: int
+    """The last round's number."""
+    q: int
+    seed: int
+    exchange: Exchange
+    execution: Execution
+    path: Path | None
+    group: Group
+    total: int
+    """The run's last round, for messages."""
+    before: int = 0
+    """Rounds of a warm-up before these."""
+    last: int = 2**31
+    """The last round whose checkpoint belongs to these rounds."""
+    probe_file: str = probe.FILE
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The rules by which these rounds are closed."""
+        return _rules(self.problem, self.method, self.clients, self.exchange, self.seed)
+
+    @cached_property
+    def vectorised(self) -> bool:
+        """Whether clients are vectorised."""
+        return _vectorise(self.execution, self.problem, self.clients)
+
+    def check(self) -> None:
+        """Reject what would fail after other rounds; the problem has been inspected."""
+        _ = self.rules, self.vectorised
+
+    def identity(self) -> str:
+        """Return what identifies the run in its checkpoints."""
+        N, d = len(self.clients), self.problem.x0.numel()
+        return f"{described(self.method)} q={self.q} seed={self.seed} N={N} d={d} {self.exchange!r}"
+
+    def probed(self, start: Tensor) -> probe.Probe | None:
+        """Return the probe for the run directory, if this process writes one."""
+        if self.path is None or not self.group.leads:
+            return None
+        return probe.Probe.of(self.problem, self.clients, self.seed, start[: self.problem.x0.numel()])
+
+    def begun(self, identity: str) -> bool:
+        """Return whether the directory has a checkpoint of these rounds, so that the warm-up is over."""
+        found = None
+        if self.path is not None and self.group.leads:
+            found, _ = checkpoint.read(
+                self.path, identity, torch.device("cpu"), rounds=range(self.before + 1, self.last)
+            )
+        return bool(self.group.agree(found is not None))
+
+    def run(
+        self, start: Tensor, identity: str, probed: probe.Probe | None, evaluation: Evaluation,
+        evaluate: Callable[[Any], Mapping[str, float]] | None,
+        measure: Callable[[Fields, Fields], Mapping[str, float]] | None,
+        progress: bool | None, warm: _Done | None,
+    ) -> _Done:  # fmt: skip
+        """Run these rounds, or resume them; `warm` is the warm-up that has just ended."""
+        method, group, device = self.method, self.group, torch.device(self.execution.device)
+        template = _template(method, self.problem, start)
+        state = RunState.start(method, template, len(self.clients), None if warm is None else warm.state)
+        with closing(self._federation(template, state)) as federation:
             del template
-            plan = Plan(rules, rounds, q, seed, evaluation, _judge(rules, federation, group, evaluate, measure))
-            if path is not None:
-                _compare(path, probed, federation)
-            identity = f"{described(method)} q={q} seed={seed} N={len(clients)} d={start.numel()} {exchange!r}"
-            book = RunDirectory(
-                path, identity, federation, point=method.point, rounds=rounds, evaluation=evaluation,
-                checkpoint_every=execution.checkpoint_every, leads=group.leads,
+            plan = Plan(
+                self.rules, max(self.rounds - self.before, 0), self.q, self.seed, evaluation,
+                _judge(self.rules, federation, group, evaluate, measure),
             )  # fmt: skip
+            if self.path is not None:
+                _compare(self.path, probed, federation, self.probe_file)
+            book = RunDirectory(
+                self.path, identity, federation, method=method, rounds=self.total, evaluation=evaluation,
+                checkpoint_every=self.execution.checkpoint_every, leads=group.leads, before=self.before,
+                last=self.last, history=() if warm is None else warm.book.history,
+            )  # fmt: skip
+            if warm is not None:
+                book.laps = warm.book.laps
             state = book.resume(state, device)
-            if statement and path is not None and group.leads:
-                write_atomically(path / "privacy.txt", f"{statement}\n".encode())
-            book.progress = Progress(method.name, rounds, state.round, progress if group.leads else False)
+            book.progress = Progress(method.name, self.total, state.number, progress if group.leads else False)
             with book, book.deferred_interrupt(), torch.no_grad():
                 drive(plan, state, federation, book)
-        x = state.shared[method.point]
-        if evaluation.keep != "last":
-            x = federation.agree(state.outcome(method.point, evaluation.keep))
-        points = method.own_points(problem, state.shared, federation.own())
-        return Result(
-            x, problem.module(x), book.history, dict(state.shared), dict(federation.own()), _profile(book.laps),
-            statement, dict(state.tables), points, [] if points is None else [problem.module(own) for own in points],
-        )  # fmt: skip
+        x = state.outcome(_solution(method, state, _of_all(method, federation)), evaluation.keep)
+        if evaluation.keep != "last" or BUFFERS in method.private:  # the leading rank knows
+            x = federation.agree(x)
+        return _Done(self.problem, method, state, book, x, federation.own())
+
+    def _federation(self, template: Any, state: RunState) -> Federation:
+        return _federation(
+            self.rules, self.clients, self.seed, template, state, self.execution, self.vectorised, self.path, self.group
+        )
+
+
+def _warm_part(warm: WarmUp, own: _Part) -> _Part:
+    """Return the rounds of a warm-up, after the checks that the run's own rounds have passed."""
+    problem = own.problem if warm.problem is None else warm.problem
+    rounds = min(own.rounds, warm.rounds)
+    refuse_mismatch(problem, warm.method)
+    warm.method.ends_round(0, own.q)
+    check_schedules(warm.method, rounds, own.q)
+    clients = own.clients
+    if warm.clients is not None:
+        clients = as_clients(warm.clients).seeded(own.seed).to(torch.device(own.execution.device))
+    if _some(clients, warm.method) != len(own.clients):
+        raise NestfedError(f"The warm-up has {len(clients)} clients, but the run has {len(own.clients)}.")
+    problem.to(torch.device(own.execution.device))
+    return replace(
+        own,
+        problem=problem,
+        method=with_buffers(problem, warm.method, "last"),
+        clients=clients,
+        rounds=rounds,
+        before=0,
+        last=warm.rounds,
+        probe_file=probe.WARM_UP_FILE,
+    )
+
+
+def _available(name: str) -> torch.device:
+    """Return a device of this machine."""
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise NestfedError(
+            f"execution.device = {name!r} is not available here: {str(error).splitlines()[0].rstrip('.')}."
+        ) from error
+    return torch.device(name)
 
 
 def _start(problem: Problem, x0: Tensor | None) -> Tensor:
     """Return the starting point: the user's, or the model's own parameters."""
     if x0 is None:
         return problem.x0
-    if x0.shape != problem.x0.shape:
+    if x0.shape not in (problem.x0.shape, torch.Size([problem.x0.numel() + problem.b0.numel()])):
         raise NestfedError(f"x0 has shape {tuple(x0.shape)}, but the model has {problem.x0.numel()} parameters.")
     return x0.detach().to(problem.x0)
 
@@ -205,20 +366,35 @@ def _judge(
 
     def judge(state: RunState) -> Mapping[str, float]:
         found: dict[str, float] = {}
-        private = federation.private() if measure is not None else {}  # every rank takes part
+        private = federation.private() if measure is not None else _of_all(rules.method, federation)  # on every rank
         if not group.leads:
             return found
         if evaluate is not None:
             with torch.no_grad():
-                found |= _named("evaluate", evaluate(rules.problem.bind(state.shared[rules.method.point])))
+                found |= named_numbers(
+                    "evaluate", evaluate(rules.problem.bind(_solution(rules.method, state, private)))
+                )
         if measure is not None:
-            found |= _named("measure", measure(state.shared, private))
+            found |= named_numbers("measure", measure(state.shared, private))
         return found
 
     return judge
 
 
-def _named(function: str, values: Any) -> dict[str, float]:
+def _of_all(method: AnyAlgorithm, federation: Federation) -> Fields:
+    """Return the clients' private fields if the solution needs them; every rank takes part."""
+    return federation.private() if BUFFERS in method.private else {}
+
+
+def _solution(method: AnyAlgorithm, state: RunState, private: Fields) -> Tensor:
+    """Return the solution of a state; private statistics count from the first round of their client on."""
+    seen = state.seen >= 0
+    if BUFFERS in private and len(private[BUFFERS]) == len(seen) and bool(seen.any()):
+        private = {BUFFERS: private[BUFFERS][seen]}
+    return method.solution(state.shared, private)
+
+
+def named_numbers(function: str, values: Any) -> dict[str, float]:
     """Return what the user's function measured as named numbers."""
     try:
         return {str(k): float(v) for k, v in values.items()}
@@ -232,29 +408,28 @@ def _warm_up() -> None:
     torch.vmap(torch.func.grad_and_value(torch.sum))(torch.zeros(2, 1))
 
 
-def _compare(path: Path, probed: probe.Probe | None, federation: Federation) -> None:
+def _compare(path: Path, probed: probe.Probe | None, federation: Federation, file: str) -> None:
     """Reject a directory that contains a run of another problem; every rank raises the error of the first."""
     sentence, error = "", ""
     if probed is not None:
         try:
-            sentence = probe.check(path, probed)
+            sentence = probe.check(path, probed, file)
         except NestfedError as found:
             error = str(found)
     error = federation.agree(error)
     if error:
         raise NestfedError(error)
     if sentence:
-        warnings.warn(sentence, stacklevel=3)
+        warnings.warn(sentence, stacklevel=4)
 
 
 def _federation(
     rules: Rules, clients: Clients, seed: int, template: Any, state: RunState, execution: Execution,
-    path: Path | None, group: Group,
+    vectorised: bool, path: Path | None, group: Group,
 ) -> Federation:  # fmt: skip
     """Return the federation: clients in this process or in workers, on one rank or several."""
     problem, method, exchange = rules.problem, rules.method, rules.exchange
     device, N = torch.device(execution.device), len(clients)
-    vectorised = _vectorise(execution, problem, clients)
     if vectorised:
         _warm_up()
     workers = _processes(execution.workers, vectorised, problem, device, exchange.participants(N) // group.count)
@@ -274,13 +449,19 @@ def _federation(
 
 
 def _check(
-    problem: Problem, method: AnyAlgorithm, rounds: int, q: int, evaluation: Evaluation, exchange: Exchange,
-    evaluated: bool,
+    problem: Problem, method: AnyAlgorithm, rounds: int, q: int, seed: int, evaluation: Evaluation,
+    exchange: Exchange, execution: Execution, evaluated: bool,
 ) -> None:  # fmt: skip
     """Reject invalid arguments before any work starts."""
+    if not isinstance(method, Algorithm):
+        raise NestfedError(f"The method must be an object such as FedAvg(eta=0.1), not {method!r}.")
     refuse_mismatch(problem, method)
-    whole("rounds", rounds, 0)
     whole("q", q)
+    whole("seed", seed, 0)
+    for kind, options in ((Evaluation, evaluation), (Exchange, exchange), (Execution, execution)):
+        if not isinstance(options, kind):
+            name = kind.__name__
+            raise NestfedError(f"{name.lower()} must be an object such as {name}(), not {options!r}.")
     if evaluation.keep == "best":
         if not evaluated:
             raise NestfedError("evaluation.keep = 'best' needs a metric: pass evaluate or measure.")
@@ -319,6 +500,14 @@ def _vectorise(execution: Execution, problem: Problem, clients: Clients) -> bool
                 "clients: use mode = 'loop' without compile."
             )
         LOG.info("Clients run one after another, because the model draws random numbers that cannot be vectorised.")
+        return False
+    if problem.buffers:
+        if execution.mode == "vmap" or execution.compile:
+            raise NestfedError(
+                "The model keeps running statistics (buffers), so clients cannot be vectorised: use mode = 'loop' without "
+                "compile."
+            )
+        LOG.info("Clients run one after another, because the model keeps running statistics.")
         return False
     if execution.mode != "auto" or execution.compile:
         return execution.mode != "loop"

@@ -148,7 +148,7 @@ class Workers:
         hint = " (possibly out of memory: use fewer workers)" if code == -signal.SIGKILL else ""
         raise NestfedError(
             f"Worker {i + 1} of {len(self._pipes)}, which ran clients {part.asked[0]}…{part.asked[-1]} in round "
-            f"{part.round + 1}, {how}{hint}."
+            f"{part.number}, {how}{hint}."
         )
 
     def close(self) -> None:

@@ -14,11 +14,14 @@ from nestfed import algorithms, models
 from nestfed.core import OBJECTIVES, Algorithm, Metric, NestfedError
 from nestfed.data.clients import Totals
 from nestfed.data.partition import Summary
+from nestfed.engine.simulate import named_numbers
+from nestfed.engine.warm_up import WarmUp
+from nestfed.experiment.own import OwnExperiment
 from nestfed.experiment.prepare import Held, Prepared, prepare
-from nestfed.experiment.spec import Experiment, hyper_parameters
+from nestfed.experiment.spec import AlgorithmSpec, Experiment, ServerSpec, hyper_parameters
 from nestfed.metrics import judge, judge_pooled
 from nestfed.problems.flat import channels_last
-from nestfed.problems.objective import Generated, Labelled, Setting
+from nestfed.problems.objective import Generated, Labelled, Objective, Setting
 
 Metrics = dict[str, float]
 
@@ -40,6 +43,9 @@ class Assembly:
     """Examples by client and class."""
     ranks: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
     """A model's scores of the test examples, and their labels; None unless each example has a single score."""
+    validated: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
+    """A model's scores of the validation examples, and their labels, if tuning may use them to judge noise."""
+    warm_up: WarmUp | None = None
 
     def evaluate(self, model: Any) -> Metrics:
         """Return all metrics; validation metrics have the prefix val_."""
@@ -50,6 +56,8 @@ class Assembly:
 def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
     """Build the problem, the method and the clients of an experiment for one seed."""
     objective, seed = experiment.problem, experiment.run.seed if seed is None else seed
+    if isinstance(experiment, OwnExperiment):
+        return _own(experiment, seed)
     if isinstance(objective, Labelled):
         prepared = prepare(experiment.data, experiment.partition, seed)
         return labelled(experiment, prepared, prepared.positive_rate, seed)
@@ -70,16 +78,52 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
             experiment.execution.device,
         )
     )
-    return Assembly(made.problem, algorithm, made.clients, made.test, made.metric, made.validation)
+    before, spec = warm_up_method(experiment), experiment.warm_up
+    if before is not None and spec.problem.name:
+        raise NestfedError(f"{objective.name} brings its own examples, so warm_up.problem must be left out.")
+    warm_up = None if before is None else WarmUp(spec.rounds, before)
+    return Assembly(made.problem, algorithm, made.clients, made.test, made.metric, made.validation, warm_up=warm_up)
 
 
 def method(experiment: Experiment) -> Algorithm[Any, Any]:
     """Build the method of an experiment, with its server."""
+    if isinstance(experiment, OwnExperiment):
+        return experiment.method()
     if not experiment.algorithm.name:
         raise NestfedError("The experiment has no algorithm: set algorithm.name, or use `compare --algorithms`.")
-    made = algorithms.build(experiment.algorithm.name, **hyper_parameters(experiment.algorithm))
-    server = experiment.server
+    return _served(experiment.algorithm, experiment.server)
+
+
+def warm_up_method(experiment: Experiment) -> Algorithm[Any, Any] | None:
+    """Build the method of the warm-up, if there is one."""
+    spec = experiment.warm_up
+    return _served(spec.algorithm, spec.server) if spec.rounds else None
+
+
+def _served(spec: AlgorithmSpec, server: ServerSpec) -> Algorithm[Any, Any]:
+    made = algorithms.build(spec.name, **hyper_parameters(spec))
     return made.served_by(algorithms.build_server(server.name, **server.hyper)) if server.name else made
+
+
+def _own(experiment: OwnExperiment, seed: int) -> Assembly:
+    """Return the user's own objects."""
+    given, name = experiment.given, experiment.algorithm.name
+    test, validation = given.evaluate, given.validate
+    return Assembly(
+        given.problem_of(name, seed),
+        experiment.method(),
+        given.clients_of(name, seed),
+        partial(_measured, "evaluate", test),
+        given.metric,
+        None if validation is None else partial(_measured, "validate", validation),
+        None,
+        test.scored if isinstance(test, models.HeldOut) and test.binary else None,
+        validation.scored if isinstance(validation, models.HeldOut) else None,
+    )
+
+
+def _measured(name: str, function: Callable[[Any], Any], model: Any) -> Metrics:
+    return named_numbers(name, function(model))
 
 
 def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, totals: Totals | None = None) -> Assembly:
@@ -91,29 +135,43 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
     binary = prepared.classes == 2
-    if objective.binary and not binary:
-        raise NestfedError(f"{objective.name} needs two classes, not {prepared.classes}: set data.binary = true.")
     shape = tuple(prepared.x.shape[1:])
     model = models.build(
         experiment.model.name, shape, 1 if binary else prepared.classes, seed=seed, **experiment.model.options
     )
-    problem, clients = objective.build(
-        model,
-        (prepared.x, prepared.y),
-        prepared.parts,
-        p=p,
-        restarts=algorithm.restarts,
-        names=prepared.names,
-        transform=prepared.transform,
-        seed=seed,
-        **({"totals": totals} if objective.counted else {}),
-    )
+
+    def build(objective: Objective, algorithm: Algorithm[Any, Any]) -> tuple[Any, Any]:
+        if not isinstance(objective, Labelled):
+            raise NestfedError(f"warm_up.problem must work on labelled examples, which {objective.name} does not.")
+        if objective.binary and not binary:
+            raise NestfedError(f"{objective.name} needs two classes, not {prepared.classes}: set data.binary = true.")
+        return objective.build(
+            model,
+            (prepared.x, prepared.y),
+            prepared.parts,
+            p=p,
+            restarts=algorithm.restarts,
+            names=prepared.names,
+            transform=prepared.transform,
+            seed=seed,
+            **({"totals": totals} if objective.counted else {}),
+        )
+
+    problem, clients = build(objective, algorithm)
+    warm_up = None
+    if (before := warm_up_method(experiment)) is not None:
+        spec = experiment.warm_up
+        first, own_clients = build(spec.problem if spec.problem.name else objective, before)
+        # With the run's objective, the whole point is handed over, not the model alone.
+        warm_up = WarmUp(spec.rounds, before, first if spec.problem.name else None, own_clients)
     device = experiment.execution.device
     on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds)
     validation = None if prepared.validation is None else partial(on, held=prepared.validation)
     ranks = partial(scored, prepared=prepared, held=prepared.test, device=device) if binary else None
+    held = prepared.validation
+    validated = None if held is None else partial(scored, prepared=prepared, held=held, device=device)
     test, metric = partial(on, held=prepared.test), objective.metric(prepared.classes)
-    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks)
+    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, validated, warm_up)
 
 
 def evaluate(

@@ -11,23 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from nestfed.algorithms import Alone
-from nestfed.core import DivergedError, NestfedError
+from nestfed.choice import resampled
+from nestfed.core import DivergedError, Fields, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.engine.run_directory import Interrupted
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import Assembly, assemble
-from nestfed.experiment.spec import Experiment, from_tables, identity
-from nestfed.files import locked, require_locks, write_atomically, write_model
+from nestfed.experiment.spec import Experiment, identity
+from nestfed.files import locked, make_directory, reject_foreign, write_atomically, write_model
+from nestfed.metrics import find
 from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
@@ -39,13 +40,23 @@ DIVERGED = "diverged.json"
 """The file that marks a diverged run of a comparison; such a run is not repeated."""
 
 
+RESAMPLED = "validation.json"
+"""The file of a trial with its metric on resampled validation rows, which give the noise of a choice."""
+
+
+def resamples(out: Path, step: int) -> list[float]:
+    """Return a trial's metric on resampled validation rows after a round; empty if it is unknown."""
+    try:
+        found = json.loads((out / RESAMPLED).read_text(encoding="utf-8"))
+        return [float("nan") if v is None else float(v) for v in found["values"]] if found["round"] == step else []
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
 def claim(out: Path, experiment: Experiment) -> None:
     """Create a run's directory, or reject one that belongs to another experiment."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise NestfedError(f"Cannot create the directory {out}: {error.strerror}.") from error
-    path = out / "experiment.json"
+    reject_foreign(out, "run", "experiment.json")
+    path = make_directory(out) / "experiment.json"
     settings = json.dumps(experiment.resolved(), indent=2, sort_keys=True)
     if path.exists():
         try:
@@ -54,8 +65,6 @@ def claim(out: Path, experiment: Experiment) -> None:
             raise NestfedError(f"{path} cannot be read: {error}.") from error
         if identity(held) != identity(json.loads(settings)):
             raise NestfedError(f"{out} contains another experiment; choose another directory with --out.")
-    elif any(not p.name.startswith(".") for p in out.iterdir()):  # ignore temporary files of a killed process
-        raise NestfedError(f"{out} is not empty and contains no run; choose another directory with --out.")
     else:
         write_atomically(path, settings.encode())
 
@@ -83,10 +92,10 @@ def run(
     - `until`: pause after this round; 0 = run to the end.
     - `tuning`: do not evaluate on the test data.
     """
-    from nestfed.experiment.build import method
+    from nestfed.experiment.build import method, warm_up_method
 
-    require_locks()
     method(experiment)  # reject a wrong method first: its directory may be that of a comparison
+    warm_up_method(experiment)
     fresh = not out.exists()
     if leads():
         claim(out, experiment)
@@ -119,7 +128,7 @@ def _run(
         write_atomically(out / "clients.txt", f"{made.summary}\n".encode())
         if picture and drawable():
             plot.clients(made.summary, out / "clients.png")
-    history = _simulate(experiment, made, out, progress, until, profile)
+    history = _simulate(experiment, made, out, progress, until, profile, tuning)
     if leads():
         _finish(experiment, out, history)
     return history
@@ -132,10 +141,12 @@ def _simulate(
     progress: bool | None,
     until: int,
     profile: Callable[[Mapping[str, float]], None] | None,
+    tuning: bool,
 ) -> list[Record]:
     spec, evaluation = experiment.run, experiment.evaluation
     if evaluation.keep == "best":
-        evaluation = replace(evaluation, metric=f"val_{evaluation.metric or made.metric}")
+        decisive = find(evaluation.metric or made.metric)
+        evaluation = replace(evaluation, metric=replace(decisive, name=f"val_{decisive.name}"))
     alone = Alone(made.algorithm) if spec.sites == "alone" else None
     result = simulate(
         made.problem,
@@ -145,12 +156,13 @@ def _simulate(
         q=spec.q,
         seed=spec.seed,
         evaluate=None if alone else made.evaluate,
-        measure=(lambda shared, private: _mean_over_clients(made, private[made.algorithm.point])) if alone else None,
+        measure=partial(_mean_over_clients, made, alone) if alone else None,
         evaluation=evaluation,
         exchange=experiment.exchange,
         execution=replace(experiment.execution, profile=profile is not None),
         directory=out,
         progress=progress,
+        warm_up=made.warm_up,
     )
     if profile is not None:
         profile(result.profile)
@@ -162,16 +174,23 @@ def _simulate(
     if alone:
         return result.history
     write_model(out / "model.safetensors", result.model, result.x)
+    if tuning and made.validated is not None:
+        with torch.no_grad():
+            scores, labels = made.validated(made.problem.bind(result.x))
+        values = resampled(find(evaluation.metric or made.metric), scores, labels)
+        content = {"round": result.history[-1]["round"], "values": values}
+        write_atomically(out / RESAMPLED, json.dumps(content).encode())
     if made.ranks is not None:
         with torch.no_grad():
-            found = curves_of(*made.ranks(made.problem.bind(result.x)))
-        if found:
+            scores, labels = made.ranks(made.problem.bind(result.x))
+        if scores.ndim == 1 and (found := curves_of(scores, labels)):
             write_atomically(out / "roc.json", json.dumps(found).encode())
     return result.history
 
 
-def _mean_over_clients(made: Assembly, points: Tensor) -> dict[str, float]:
+def _mean_over_clients(made: Assembly, alone: Alone, shared: Fields, private: Fields) -> dict[str, float]:
     """Return the metrics of each client's own model, averaged over the clients where they are defined."""
+    points = alone.own_points(made.problem, shared, private)
     with torch.no_grad():
         each = [made.evaluate(made.problem.bind(x)) for x in points]
     known = {k: [found[k] for found in each if not math.isnan(found[k])] for k in each[0]}
@@ -185,9 +204,9 @@ def _finish(experiment: Experiment, out: Path, history: Sequence[Record]) -> Non
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a comparison, as plain data for a worker process."""
+    """One run of a comparison, for a worker process."""
 
-    tables: Mapping[str, Any]
+    experiment: Experiment
     out: Path
     until: int = 0
     """Pause after this round; 0 = run to the end."""
@@ -207,7 +226,7 @@ def _work(job: Job) -> NestfedError | None:
     """Run a job in a worker process; return an error that the user can fix."""
     torch.set_num_threads(1)
     try:
-        run(from_tables(job.tables), job.out, progress=False, picture=job.picture, until=job.until, tuning=job.tuning)
+        run(job.experiment, job.out, progress=False, picture=job.picture, until=job.until, tuning=job.tuning)
     except Interrupted:
         raise
     except NestfedError as error:
@@ -215,6 +234,13 @@ def _work(job: Job) -> NestfedError | None:
             write_atomically(job.out / DIVERGED, json.dumps(str(error)).encode())
         return error
     return None
+
+
+_INHERITED: list[Job] = []
+
+
+def _work_inherited(number: int) -> NestfedError | None:
+    return _work(_INHERITED[number])
 
 
 def _leave_with_parent() -> None:
@@ -238,9 +264,14 @@ def run_jobs(jobs: Iterable[Job], workers: int, done: Callable[[Job, NestfedErro
         for job in todo:
             done(job, _work(job))
         return
-    context = get_context("spawn")
+    portable = all(job.experiment.portable for job in todo)
+    # What cannot be sent to another process, such as the user's functions, is inherited by a fork.
+    context = get_context("spawn" if portable else "fork")
+    _INHERITED[:] = [] if portable else todo
     with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context, initializer=_leave_with_parent) as pool:
-        futures = {pool.submit(_work, job): job for job in todo}
+        futures = {
+            pool.submit(_work, job) if portable else pool.submit(_work_inherited, i): job for i, job in enumerate(todo)
+        }
         try:
             for future in as_completed(futures):
                 done(futures[future], future.result())

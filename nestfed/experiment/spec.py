@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from nestfed.core import EXPERIMENTS, NestfedError, Power, one_of, unknown
+from nestfed.core import EXPERIMENTS, NestfedError, Power, one_of, unknown, whole
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 from nestfed.experiment.prepare import DataSpec, PartitionSpec
+from nestfed.metrics import find
 from nestfed.problems import OBJECTIVES
 from nestfed.problems.objective import Objective
 
@@ -44,6 +45,8 @@ class RunSpec:
     """federated, or alone: each client trains alone, and the metrics are averaged."""
 
     def __post_init__(self) -> None:
+        whole("run.rounds", self.rounds, 0)
+        whole("run.q", self.q)
         one_of("run.sites", self.sites, ("federated", "alone"))
 
 
@@ -68,6 +71,25 @@ class ServerSpec:
 
 
 @dataclass(frozen=True)
+class WarmUpSpec:
+    """The [warm_up] table: the first of the run's rounds have another method, and possibly another objective."""
+
+    rounds: int = 0
+    """They count among run.rounds; 0 = no warm-up."""
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    server: ServerSpec = ServerSpec()
+    problem: Objective = Objective()
+    """The objective, on the same model and data; without a name it is that of the run."""
+
+    def __post_init__(self) -> None:
+        whole("warm_up.rounds", self.rounds, 0)
+        if self.rounds and not self.algorithm.name:
+            raise NestfedError(
+                "[warm_up] has rounds but no method: set warm_up.algorithm, such as { name = 'fedavg', eta = 0.1 }."
+            )
+
+
+@dataclass(frozen=True)
 class Experiment:
     """An experiment, and the methods to compare on it."""
 
@@ -78,6 +100,7 @@ class Experiment:
     """The [problem] table: the options of the named objective."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
     server: ServerSpec = ServerSpec()
+    warm_up: WarmUpSpec = WarmUpSpec()
     run: RunSpec = RunSpec()
     evaluation: Evaluation = Evaluation()
     exchange: Exchange = Exchange()
@@ -85,9 +108,26 @@ class Experiment:
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The tables as written, to override them and to record them."""
 
+    portable: ClassVar[bool] = True
+    """Whether another process can build it from its tables."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_tables, (copy.deepcopy(dict(self.source)),)
+
     def __post_init__(self) -> None:
+        if self.evaluation.metric:
+            find(self.evaluation.metric)
         if self.run.sites == "alone" and self.evaluation.keep != "last":
             raise NestfedError("run.sites = 'alone' keeps each client's last model: set evaluation.keep = 'last'.")
+        if self.run.sites == "alone" and self.warm_up.rounds:
+            raise NestfedError(
+                "run.sites = 'alone' trains each client alone and has no warm-up: set warm_up.rounds = 0."
+            )
+        if self.warm_up.rounds and self.warm_up.rounds >= self.run.rounds:
+            raise NestfedError(
+                f"The warm-up has {self.warm_up.rounds} rounds (warm_up.rounds), which leaves none of the run's "
+                f"{self.run.rounds} for its own method: set run.rounds higher."
+            )
 
     @property
     def methods(self) -> dict[str, Mapping[str, Any]]:
@@ -98,11 +138,14 @@ class Experiment:
         """Return every setting, defaults included, as plain data."""
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k != "source"}
         settings["model"] = {"name": self.model.name, **self.model.options}
-        settings["problem"] = {"name": self.problem.name, **settings["problem"]}
-        settings["algorithm"] = {"name": self.algorithm.name, **self.algorithm.hyper}
-        settings["server"] = {"name": self.server.name, **self.server.hyper}
+        settings |= _named(self)
         if not self.server.name:
             del settings["server"]
+        settings["warm_up"] = {
+            "rounds": self.warm_up.rounds, **{k: v for k, v in _named(self.warm_up).items() if v["name"]},
+        }  # fmt: skip
+        if not self.warm_up.rounds:
+            del settings["warm_up"]
         return settings
 
     def digest(self) -> str:
@@ -149,10 +192,20 @@ class Experiment:
             tables[section] = _merged(section, keep, table)
         return from_tables(tables)
 
+    def steps(self) -> tuple[str, ...]:
+        """Return the names of the method's step sizes."""
+        from nestfed.algorithms import METHODS
+
+        return METHODS[self.algorithm.name].steps
+
     def grid(self, name: str) -> dict[str, Any]:
         """Return the values to tune by dotted setting; a name without a section is a hyper-parameter."""
         given = self.methods.get(name, {}).get("tune", {})
         return {key if "." in key else f"algorithm.{key}": values for key, values in given.items()}
+
+    def alone(self) -> Experiment:
+        """Return the experiment without its other methods."""
+        return from_tables({k: v for k, v in self.source.items() if k != "methods"})
 
     def _with_algorithm(self, name: str) -> Experiment:
         """Return the experiment with another algorithm, which keeps the hyper-parameters that both have."""
@@ -164,14 +217,41 @@ class Experiment:
         return from_tables(tables)
 
 
+def _named(spec: Experiment | WarmUpSpec) -> dict[str, dict[str, Any]]:
+    """Return method, server and objective as plain tables."""
+    return {
+        "problem": {"name": spec.problem.name, **dataclasses.asdict(spec.problem)},
+        "algorithm": {"name": spec.algorithm.name, **spec.algorithm.hyper},
+        "server": {"name": spec.server.name, **spec.server.hyper},
+    }
+
+
 def _merged(section: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table with changes; a new objective or server keeps only the options that it has."""
+    if section == "warm_up":
+        return _merged_warm_up(base, changes)
     name = changes.get("name", "")
     if section == "server" and "name" in changes and name != base.get("name"):
         base = {k: v for k, v in base.items() if k in _server_options(name)}
     if section == "problem" and name != base.get("name") and isinstance(name, str) and name in OBJECTIVES:
         base = {k: v for k, v in base.items() if k in _options(name)}
     return {**base, **changes}
+
+
+def _merged_warm_up(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the [warm_up] table with changes, which may be dotted ("algorithm.eta"); a new method has its own settings."""
+    inner: dict[str, Any] = {}
+    for key, value in changes.items():
+        table, dot, name = key.partition(".")
+        inner[table] = {**inner.get(table, {}), name: value} if dot else value
+    found = dict(base)
+    for key, value in inner.items():
+        old = found.get(key, {})
+        if isinstance(value, Mapping) and key in _OF_WARM_UP:
+            fresh = key == "algorithm" and value.get("name", old.get("name")) != old.get("name")
+            value = _merged(key, {} if fresh else old, value)
+        found[key] = value
+    return found
 
 
 def _options(objective: str) -> dict[str, Any]:
@@ -200,11 +280,14 @@ _SECTIONS: dict[str, type] = {
     "problem": Objective,
     "algorithm": AlgorithmSpec,
     "server": ServerSpec,
+    "warm_up": WarmUpSpec,
     "run": RunSpec,
     "evaluation": Evaluation,
     "exchange": Exchange,
     "execution": Execution,
 }
+_OF_WARM_UP = {name: _SECTIONS[name] for name in ("algorithm", "server", "problem")}
+"""The tables inside [warm_up]."""
 _MOVED = {
     "run.evaluate": "data.held_out",
     "run.output": "evaluation.keep",
@@ -322,8 +405,12 @@ def _section(section: str, cls: type, table: Any) -> Any:
         except NestfedError as error:
             raise _SettingError(section, "", str(error)) from error
     if cls is Objective:
-        return _objective(table)
-    values = _values(section, table, {f.name: f.default for f in dataclasses.fields(cls)})
+        return _objective(section, table)
+    inner: dict[str, Any] = {}
+    if cls is WarmUpSpec:
+        inner = {k: _section(f"{section}.{k}", _OF_WARM_UP[k], v) for k, v in table.items() if k in _OF_WARM_UP}
+        table = {k: v for k, v in table.items() if k not in inner}
+    values = inner | _values(section, table, {f.name: f.default for f in dataclasses.fields(cls)})
     try:
         return cls(**values)
     except NestfedError as error:  # raised by the table's own checks
@@ -342,26 +429,26 @@ def _values(section: str, table: Mapping[str, Any], defaults: Mapping[str, Any])
     return {key: _typed(section, key, value, defaults[key]) for key, value in table.items()}
 
 
-def _objective(table: Mapping[str, Any]) -> Objective:
-    """Return the options of the objective that the [problem] table names."""
+def _objective(section: str, table: Mapping[str, Any]) -> Objective:
+    """Return the options of the objective that a [problem] table names."""
     options = {k: v for k, v in table.items() if k != "name"}
-    name = _typed("problem", "name", table.get("name", ""), "")
+    name = _typed(section, "name", table.get("name", ""), "")
     if name not in OBJECTIVES:
         if not name and not options:
             return Objective()
-        raise _SettingError("problem", "name", str(unknown("problem", name, OBJECTIVES)))
+        raise _SettingError(section, "name", str(unknown("problem", name, OBJECTIVES)))
     own = _options(name)
     for key in options:
         owners = [other for other in OBJECTIVES if key in _options(other)] if key not in own else []
         if owners:
-            sentence = f"problem.{key} belongs to {' and '.join(owners)}; {name} has {', '.join(sorted(own))}."
-            raise _SettingError("problem", key, sentence)
+            sentence = f"{section}.{key} belongs to {' and '.join(owners)}; {name} has {', '.join(sorted(own))}."
+            raise _SettingError(section, key, sentence)
     try:
-        made: Objective = OBJECTIVES[name](**_values("problem", options, own))
+        made: Objective = OBJECTIVES[name](**_values(section, options, own))
     except _SettingError:
         raise
     except NestfedError as error:
-        raise _SettingError("problem", "", f"[problem] {error}") from error
+        raise _SettingError(section, "", f"[{section}] {error}") from error
     return made
 
 
@@ -411,13 +498,18 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = override.partition("=")
         if not equals:
             raise NestfedError(f"{override!r} is not a setting; write section.name=value.")
-        try:
-            changes[key] = tomllib.loads(f"v = {text}")["v"]
-        except tomllib.TOMLDecodeError:
-            changes[key] = text
-        except RecursionError as error:
-            raise NestfedError(f"{key} is nested too deeply.") from error
+        changes[key] = parse_value(key, text)[0]
     return changes
+
+
+def parse_value(key: str, text: str) -> tuple[Any, bool]:
+    """Return a value in TOML and true, or else plain text and false."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"], True
+    except tomllib.TOMLDecodeError:
+        return text, False
+    except RecursionError as error:
+        raise NestfedError(f"{key} is nested too deeply.") from error
 
 
 def hyper_parameters(spec: AlgorithmSpec) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 A method's trials are an Optuna study in `trials.log`; each trial is an ordinary run in its own directory. After a quarter
 and after half of the rounds, the worse half of a method's trials stops. This rule waits for all trials, so the result
-does not depend on their speed, and it is the same for all methods.
+does not depend on their speed, and it is the same for all methods. `nestfed.choice` has the rule that chooses.
+
+If the best value is at the end of a grid of step sizes, the next step beyond it is tried too, at most twice (`EXTEND`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import random
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -30,13 +32,15 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from nestfed import choice
 from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import assemble
-from nestfed.experiment.run import TUNING_SEED, Job, run_jobs
+from nestfed.experiment.run import TUNING_SEED, Job, resamples, run_jobs
 from nestfed.experiment.spec import Experiment
-from nestfed.files import locked, write_atomically
+from nestfed.files import locked, make_directory, reject_foreign, write_atomically
 from nestfed.metrics import find
+from nestfed.report.summary import in_words
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -46,6 +50,8 @@ TRIALS = 10
 """The default number of trials for a grid with ranges."""
 STOPS = (0.25, 0.5)
 """The worse half of the trials stops after these shares of the rounds."""
+EXTEND = 2
+"""How often a grid whose best step size is at its end is extended by the next one."""
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
 
 
@@ -70,13 +76,21 @@ class Tuned:
     chosen: Mapping[str, Any]
     trials: Sequence[Trial] = ()
     """Empty if the grid has a single point."""
+    ends: Mapping[str, choice.End] = field(default_factory=dict)
+    """The chosen step sizes that are the smallest or the largest of those tried."""
 
 
 class Halving(optuna.pruners.BasePruner):
     """Stops the worse half of `count` trials after each rung; failed trials rank last."""
 
-    def __init__(self, count: int, rungs: Sequence[int], metric: Metric) -> None:
-        self.count, self.rungs, self.metric = count, rungs, metric
+    def __init__(
+        self,
+        count: int,
+        rungs: Sequence[int],
+        metric: Metric,
+        steps: Callable[[FrozenTrial], tuple[float, ...]] = lambda trial: (),
+    ) -> None:
+        self.count, self.rungs, self.metric, self.steps = count, rungs, metric, steps
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
         """Return whether a trial stops; all trials must have reported their value at this round."""
@@ -84,12 +98,10 @@ class Halving(optuna.pruners.BasePruner):
         if step is None or step not in self.rungs:
             return False
 
-        def place(t: FrozenTrial) -> tuple[float, int]:
-            return -self.metric.signed(t.intermediate_values[step]), t.number
-
-        places = [place(t) for t in study.trials if step in t.intermediate_values]
+        trials = [t for t in study.trials if step in t.intermediate_values]
+        order = choice.rank(self.metric, [choice.Option(t.intermediate_values[step], self.steps(t)) for t in trials])
         kept = math.ceil(self.count / 2 ** sum(rung <= step for rung in self.rungs))
-        return place(trial) not in sorted(places)[:kept]
+        return trial.number not in [trials[i].number for i in order[:kept]]
 
 
 def search_space(experiment: Experiment, method: str) -> dict[str, BaseDistribution]:
@@ -142,22 +154,67 @@ class _Search:
     seeds: int
     """Seeds per trial; their mean counts."""
 
+    whole: bool
+    """The trials cover the whole grid, so that it has ends."""
+
     def settings(self, trial: FrozenTrial) -> dict[str, Any]:
-        return _settings(self.experiment, self.method, trial.params)
+        return _trial_settings(self.experiment, self.method, trial)
+
+    def extensions(self) -> list[FrozenTrial]:
+        """Return the trials beyond the grid."""
+        return [t for t in self.study.trials if _BEYOND in t.user_attrs]
+
+    def options(self) -> list[choice.Option]:
+        """Return the trials as options; those that stopped early or failed have no value."""
+        keys = step_settings(self.variant, self.experiment.grid(self.method))
+        options = []
+        for t in self.study.trials:
+            steps = _steps(keys, self.settings(t))
+            if t.state not in (TrialState.COMPLETE, TrialState.PRUNED) or t.last_step != self._farthest():
+                options.append(choice.Option(None, steps))
+                continue
+            jobs = self.jobs(t, t.last_step)
+            rows = [resamples(job.out, t.last_step) for job in jobs]
+            each = [validation(job.out, self.metric, t.last_step) for job in jobs]
+            means = [fmean(values) for values in zip(*rows)] if all(rows) else []
+            options.append(
+                choice.Option(t.intermediate_values[t.last_step], steps, means, each if len(each) > 1 else ())
+            )
+        return options
+
+    def _farthest(self) -> int:
+        """Return the last round that any trial reached; those that failed later do not count."""
+        return max(t.last_step or 0 for t in self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)))
+
+    def extend(self) -> bool:
+        """Add a trial with the next step size if the best one is at the end of those tried; return whether it did."""
+        if not self.whole:
+            return False
+        settings = [self.settings(t) for t in self.study.trials]
+        first = settings[choice.best(self.metric, self.options())]
+        for key in step_settings(self.variant, self.experiment.grid(self.method)):
+            tried = [_size(s[key]) for s in settings]
+            after = choice.beyond(_size(first[key]), tried) if isinstance(first[key], int | float) else None
+            if after is not None:
+                attrs = {_BEYOND: json.dumps({**first, key: after})}
+                self.study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=attrs))
+                return True
+        return False
 
     def jobs(self, trial: FrozenTrial, until: int) -> list[Job]:
         made = []
         for s in range(self.seeds):
             # A trial needs no final point, and a run with keep = "uniform" cannot pause.
             fixed = {"run.seed": TUNING_SEED + self.experiment.run.seed + s, "evaluation.keep": "last"}
-            tables = self.variant.with_overrides({**self.settings(trial), **fixed}).source
-            tables = {k: v for k, v in tables.items() if k != "methods"}
+            experiment = self.variant.with_overrides({**self.settings(trial), **fixed}).alone()
             name = f"trial-{trial.number:03d}" + (f"-again-{s}" if s else "")
-            made.append(Job(tables, self.out / self.method / name, until, tuning=True))
+            made.append(Job(experiment, self.out / self.method / name, until, tuning=True))
         return made
 
-    def running(self) -> list[FrozenTrial]:
-        return self.study.get_trials(states=(TrialState.RUNNING,))
+    def running(self, step: int) -> list[FrozenTrial]:
+        """Return the trials that run to a round; those beyond the grid do not pause."""
+        running = self.study.get_trials(states=(TrialState.RUNNING,))
+        return [t for t in running if step == self.plan[-1] or _BEYOND not in t.user_attrs]
 
     def judged(self, jobs: Mapping[int, Sequence[Job]], step: int, errors: Mapping[Path, str]) -> None:
         """Report the value of each running trial at a round, then stop the worse half."""
@@ -166,12 +223,12 @@ class _Search:
             raise NestfedError(f"All trials of {self.method} failed; the first error: {failed[min(failed)]}")
         for number in failed:
             self.study.tell(number, state=TrialState.FAIL)
-        going = {t.number: t for t in self.running() if t.number in jobs}
+        going = {t.number: t for t in self.running(step) if t.number in jobs}
         for number, trial in going.items():
             if step not in trial.intermediate_values:
                 value = fmean(validation(job.out, self.metric, step) for job in jobs[number])
                 optuna.trial.Trial(self.study, trial._trial_id).report(value, step)
-        for trial in self.running():
+        for trial in self.running(step):
             if trial.number in going:
                 if step == self.plan[-1]:
                     self.study.tell(trial.number, trial.intermediate_values[step])
@@ -184,13 +241,40 @@ class _Search:
             value = t.intermediate_values[t.last_step] if t.last_step is not None else None
             trials.append(Trial(self.settings(t), STATES[t.state], value, t.last_step or 0))
 
-        def place(t: FrozenTrial) -> tuple[int, float, int]:
-            step = t.last_step or 0
-            return step, self.metric.signed(t.intermediate_values[step]), -t.number
-
+        settings = [trial.settings for trial in trials]
         # Choose among the trials that got farthest; those that failed later do not count.
-        sound = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
-        return Tuned(self.method, self.settings(max(sound, key=place)), trials)
+        chosen = settings[choice.choose(self.metric, self.options())]
+        ends = {}
+        for key in step_settings(self.variant, self.experiment.grid(self.method)) if self.whole else ():
+            if where := choice.end(_size(chosen[key]), [_size(s[key]) for s in settings]):
+                ends[key] = where
+        return Tuned(self.method, chosen, trials, ends)
+
+
+_BEYOND = "settings"
+"""The attribute of a trial beyond the grid: Optuna's categories cannot grow."""
+
+
+def step_settings(variant: Experiment, grid: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a grid that are step sizes, the method's first, then the server's."""
+    known = [f"algorithm.{step}" for step in variant.steps()]
+    return [key for key in (*known, "server.eta_g") if key in grid]
+
+
+def _size(value: Any) -> float:
+    """Return a step size as a number; a schedule counts with its scale."""
+    return float(value.get("scale", 1.0) if isinstance(value, Mapping) else value)
+
+
+def _steps(keys: Sequence[str], settings: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(_size(settings[key]) for key in keys)
+
+
+def _trial_settings(experiment: Experiment, method: str, trial: FrozenTrial) -> dict[str, Any]:
+    if _BEYOND in trial.user_attrs:
+        found: dict[str, Any] = json.loads(trial.user_attrs[_BEYOND])
+        return found
+    return _settings(experiment, method, trial.params)
 
 
 def validation(out: Path, metric: Metric, step: int) -> float:
@@ -202,9 +286,12 @@ def validation(out: Path, metric: Metric, step: int) -> float:
     return float(found[-1]) if found and found[-1] is not None else metric.floor
 
 
-def pauses(rounds: int, every: int) -> list[int]:
-    """Return the rounds after which the worse half stops; they are rounded up to an evaluation."""
-    steps = {math.ceil(share * rounds / every) * every for share in STOPS}
+def pauses(rounds: int, every: int, before: int = 0) -> list[int]:
+    """Return the rounds after which the worse half stops; they are rounded up to an evaluation.
+
+    Shares are of the rounds after a warm-up of `before` rounds: in it, the trials of a method do not differ yet.
+    """
+    steps = {math.ceil((before + share * (rounds - before)) / every) * every for share in STOPS}
     return sorted(step for step in steps if step < rounds)
 
 
@@ -265,7 +352,7 @@ def _open(
     """Open or resume a method's study, with all its trials drawn."""
     space = search_space(experiment, method)
     count = number(space, trials)
-    rungs = pauses(variant.run.rounds, variant.evaluation.every) if stopping else []
+    rungs = pauses(variant.run.rounds, variant.evaluation.every, variant.warm_up.rounds) if stopping else []
     grid = experiment.grid(method)
     several = [seeds] if seeds > 1 else []
     content = json.dumps([variant.resolved(), experiment.run.seed, grid, count, rungs, *several], sort_keys=True)
@@ -275,14 +362,17 @@ def _open(
         storage=_storage(out / "trials.log"),
         direction="maximize" if metric.higher else "minimize",
         load_if_exists=True,
-        pruner=Halving(count, rungs, metric),
+        pruner=Halving(
+            count, rungs, metric, lambda t: _steps(step_settings(variant, grid), _trial_settings(experiment, method, t))
+        ),
     )
     if study.user_attrs.get("identity", identity) != identity:
         raise NestfedError(f"{out} contains another tuning of {method}; choose another directory with --out.")
     study.set_user_attr("identity", identity)
     for params in drawn(space, count)[len(study.trials) :]:
         study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=space))
-    return _Search(method, experiment, variant, study, (*rungs, variant.run.rounds), metric, out, seeds)
+    whole = count == number(space, 0) and not any(isinstance(v, Mapping) for v in grid.values())
+    return _Search(method, experiment, variant, study, (*rungs, variant.run.rounds), metric, out, seeds, whole)
 
 
 def tune(
@@ -294,6 +384,7 @@ def tune(
     rounds: int = 0,
     stopping: bool = True,
     seeds: int = 1,
+    extend: int = EXTEND,
     workers: int | None = None,
     tell: Callable[[str], None] = LOG.info,
 ) -> tuple[Metric, dict[str, Tuned]]:
@@ -305,6 +396,7 @@ def tune(
     - `rounds`: rounds of a trial; 0 = those of a run.
     - `stopping`: stop the worse half of the trials early.
     - `seeds`: seeds per trial; their mean counts.
+    - `extend`: how many trials with the next step size a method gets while its best one is at the end of its whole grid.
     - `workers`: parallel processes; None = one per core.
     - `tell`: called with progress messages; by default they go to the log.
     """
@@ -326,14 +418,19 @@ def tune(
             found[name] = Tuned(name, start)
         elif made.validation is None:
             raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
+    reject_foreign(out, "comparison or tuning", "trials.log", "*/seed-*", "*/trial-*")
+    with locked(make_directory(out)):
         searches = [
             _open(experiment, n, variants[n], _on_validation(metrics[n]), out, trials, stopping, seeds)
             for n in methods
             if n not in found
         ]
-        _search(searches, workers or os.cpu_count() or 1, tell)
+        workers = workers or os.cpu_count() or 1
+        _search(searches, workers, tell)
+        for extra in range(extend):
+            # A resumed tuning already has some of these trials.
+            longer = [s for s in searches if len(s.extensions()) == extra and s.extend()]
+            _search(longer, workers, tell)
     found |= {s.method: s.outcome() for s in searches}
     return metrics[methods[-1]], {name: found[name] for name in methods}
 
@@ -347,7 +444,9 @@ def _search(searches: Sequence[_Search], workers: int, tell: Callable[[str], Non
     """Run all trials, stage by stage."""
     for stage in range(max((len(s.plan) for s in searches), default=0)):
         todo = {
-            s.method: {t.number: s.jobs(t, s.plan[stage]) for t in s.running()} for s in searches if stage < len(s.plan)
+            s.method: {t.number: s.jobs(t, s.plan[stage]) for t in s.running(s.plan[stage])}
+            for s in searches
+            if stage < len(s.plan)
         }
         errors: dict[Path, str] = {}
         jobs = [job for of_method in todo.values() for of_trial in of_method.values() for job in of_trial]
@@ -396,12 +495,12 @@ def shown(tuned: Mapping[str, Tuned], metric: Metric) -> tuple[list[str], list[l
     """Return a table of all trials, best first, with the chosen one marked."""
     rows = []
     for outcome in tuned.values():
-        settings = " ".join(f"{k.split('.')[-1]}={v}" for k, v in outcome.chosen.items())
+        settings = in_words(outcome.chosen, outcome.ends)
         if not outcome.trials:
             rows.append([outcome.method, settings or "as in the file", "", "", "nothing to choose"])
         for trial in sorted(outcome.trials, key=lambda t: (-t.round, -metric.signed(t.value))):
-            settings = " ".join(f"{k.split('.')[-1]}={v}" for k, v in trial.settings.items())
+            chosen = trial.state == "finished" and trial.settings == outcome.chosen
             value = "" if trial.value is None else f"{trial.value:.4f}"
-            state = "chosen" if trial.state == "finished" and trial.settings == outcome.chosen else trial.state
-            rows.append([outcome.method, settings, value, str(trial.round), state])
+            settings = in_words(trial.settings, outcome.ends if chosen else {})
+            rows.append([outcome.method, settings, value, str(trial.round), "chosen" if chosen else trial.state])
     return ["method", "settings", f"{metric.name} on validation", "after round", ""], rows

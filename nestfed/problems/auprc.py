@@ -38,11 +38,13 @@ class AUPRC(Conditional):
     without positives.
     """
 
-    def __init__(self, model: nn.Module | Tensor, *, margin: float = MARGIN, clip: float | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | Tensor, *, margin: float = MARGIN, clip: float | None = None, buffers: str = ""
+    ) -> None:
         if not margin > 0:
             raise NestfedError(f"auprc: margin must be above 0, not {margin:g}.")
         self.margin = margin
-        super().__init__(self._ratio, self._surrogates, model, clip=clip)
+        super().__init__(self._ratio, self._surrogates, model, clip=clip, buffers=buffers)
 
     def _surrogates(self, model: Model, outer: Data, inner: Data) -> Tensor:
         (positive, _), (x, y, weight) = outer, inner

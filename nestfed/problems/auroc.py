@@ -56,8 +56,16 @@ class AUROC(Minimax, SolvableSaddle):
     With `p`, the mean over clients of their shares, batches are plain (x, y), as in the papers.
     """
 
+    _inside = "module."
+
     def __init__(
-        self, model: nn.Module, *, p: float | None = None, sigmoid: bool = False, clip: float | None = None
+        self,
+        model: nn.Module,
+        *,
+        p: float | None = None,
+        sigmoid: bool = False,
+        clip: float | None = None,
+        buffers: str = "",
     ) -> None:
         if p is not None and not 0 < p < 1:
             raise NestfedError(f"auroc: p, the share of positives, must be between 0 and 1, not {p:g}.")
@@ -65,7 +73,7 @@ class AUROC(Minimax, SolvableSaddle):
             raise NestfedError("auroc needs an nn.Module that gives one score per example.")
         self.weighted = p is None
         self.p = 0.5 if p is None else p
-        super().__init__(self._objective, Thresholds(model, sigmoid), torch.zeros(1), clip=clip)
+        super().__init__(self._objective, Thresholds(model, sigmoid), torch.zeros(1), clip=clip, buffers=buffers)
 
     def _objective(self, model: Model, w: Tensor, batch: Data) -> Tensor:
         x, y, *weight = self._checked(batch)

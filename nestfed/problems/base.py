@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nestfed.core import Batch, Composed, Data, Differentiable, NestfedError, Problem, Saddle, as_batch
+from nestfed.core import Batch, Composed, Data, Differentiable, NestfedError, Problem, Saddle, as_batch, one_of
 from nestfed.problems.flat import Flat, KeyedDropout
 
 Model = Any
@@ -75,10 +75,16 @@ class Simplex:
 class Modelled(Problem):
     """The base of all kinds, and of a kind of your own: a model, and optionally a penalty, a domain and a clipping norm.
 
+    A model that keeps running statistics (BatchNorm) needs `buffers`: "average" shares and averages them, "private" keeps
+    them on their client. Its clients run one after another.
+
     Inside an objective, `model_at(x)` is the model and `penalised` adds the penalty. Around it, `estimate` returns
     gradients of an expression; for anything else, evaluate inside `with self.evaluating(batch):` and count it with
     `batch.note`. These three respect dropout keys, precision, accumulation and clipping, so that all engines agree.
     """
+
+    _inside = ""
+    """The prefix of the user's parameters, if the problem puts the user's module into one of its own."""
 
     def __init__(
         self,
@@ -87,10 +93,14 @@ class Modelled(Problem):
         penalty: Callable[[Model], Tensor] | None = None,
         domain: Domain | None = None,
         clip: float | None = None,
+        buffers: str = "",
     ) -> None:
         if clip is not None and not clip > 0:
             raise NestfedError(f"clip must be a norm above 0, not {clip:g}.")
-        self.flat = Flat(model)
+        if buffers:
+            one_of("buffers", buffers, ("average", "private"))
+        self.flat = Flat(model, bool(buffers))
+        self.buffers = buffers if len(self.flat.b0) else ""
         self.random, self.planar, self.heavy = self.flat.random, self.flat.planar, self.flat.heavy
         self.penalty, self.domain, self.clip = penalty, domain, clip
 
@@ -98,6 +108,11 @@ class Modelled(Problem):
     def x0(self) -> Tensor:
         """The model's parameters as one vector."""
         return self.flat.x0
+
+    @property
+    def b0(self) -> Tensor:
+        """The running statistics of the user's module as one vector."""
+        return self.flat.b0
 
     def model_at(self, x: Tensor, *, train: bool = True) -> Model:
         """Return the model with the parameters x, for use in an objective until the next call; cheaper than `bind`."""
@@ -110,6 +125,13 @@ class Modelled(Problem):
     def module(self, x: Tensor) -> Any:
         """Return a copy of the user's model with the parameters x."""
         return self.flat.module(x)
+
+    def start(self, model: Any) -> Tensor:
+        """Return the parameters of a model that was trained on another objective."""
+        if isinstance(model, nn.Module) and isinstance(self.flat.source, nn.Module):
+            x = self.flat.vector({self._inside + k: p for k, p in model.named_parameters() if p.requires_grad})
+            return torch.cat([x, self.flat.statistics(model)])
+        return super().start(model)
 
     def to(self, device: torch.device) -> None:
         """Move the model to a device."""
@@ -131,6 +153,10 @@ class Modelled(Problem):
         """Return the nearest point of the domain."""
         return x if self.domain is None else self.domain.project(x)
 
+    def project_buffers(self, b: Tensor) -> Tensor:
+        """Return running statistics with variances of at least 0."""
+        return self.flat.feasible(b)
+
     def estimate(self, loss: Callable[..., Tensor], at: tuple[Tensor, ...], batch: Batch | Data) -> tuple[Tensor, ...]:
         """Return the gradients of loss(*at, data) with respect to each of `at`, and count the evaluation.
 
@@ -139,13 +165,13 @@ class Modelled(Problem):
         sample = as_batch(batch)
         if sample.pieces == 1:
             with self.evaluating(sample):
-                total, value = _gradients(lambda *y: loss(*y, sample.data), at, sample.eager)
+                total, value = _gradients(lambda *y: loss(*y, sample.data), at, self._eager(sample))
         else:
             value = at[0].new_zeros(())
             total = tuple(torch.zeros_like(x) for x in at)
             for i, (share, part) in enumerate(self.cut(sample.data, sample.pieces)):
                 with self.evaluating(sample, i):
-                    found, one = _gradients(lambda *y: loss(*y, part), at, sample.eager)  # noqa: B023
+                    found, one = _gradients(lambda *y: loss(*y, part), at, self._eager(sample))  # noqa: B023
                 total = tuple(t.add(g, alpha=share) for t, g in zip(total, found))
                 value = value + share * one
         sample.note(self.examples(sample.data), value)
@@ -158,6 +184,8 @@ class Modelled(Problem):
         seeded by the key for this evaluation, which works only for one client at a time.
         """
         stack = ExitStack()
+        if self.buffers:
+            stack.enter_context(self.flat.tracking(sample, piece))
         if sample.precision is not None:
             stack.enter_context(torch.autocast(tree_leaves(sample.data)[0].device.type, sample.precision))
         if self.random:
@@ -167,6 +195,10 @@ class Modelled(Problem):
                 torch.manual_seed(int(key) + piece)
             stack.enter_context(KeyedDropout(sample.key + piece))
         return stack
+
+    def _eager(self, sample: Batch) -> bool:
+        """Return whether to use plain autograd: a layer cannot change its running statistics inside a transform."""
+        return sample.eager or bool(self.buffers)
 
     def penalised(self, value: Tensor, model: Model) -> Tensor:
         """Return a loss, which must be one number, plus the penalty."""
@@ -193,8 +225,15 @@ class Modelled(Problem):
             torch.enable_grad(),
             KeyedDropout(torch.zeros_like(leaf[0].long())) as mode,
         ):
+            others = self.flat.changing()
             before = torch.cuda.get_rng_state(leaf.device) if cuda else torch.get_rng_state()
             value = loss(leaf)
+            now = self.flat.changing()
+            if changed := [name for name, b in others.items() if not torch.equal(b, now[name])]:
+                raise NestfedError(
+                    f"The model changes its buffer {changed[0]} in training, but only parameters and the running statistics of "
+                    "normalisation layers are averaged or kept by client: make it a parameter, or leave it constant."
+                )
             after = torch.cuda.get_rng_state(leaf.device) if cuda else torch.get_rng_state()
             self.sequential = not torch.equal(before, after)
             self.random = self.random or self.sequential or mode.calls > 0
@@ -353,7 +392,7 @@ class Compositional(Direct, Composed):
             return self.g(model, sample.data[1]), self.penalised(y.new_zeros(()), model)
 
         with self.evaluating(sample):
-            (u, extra), pull = vjp(value, x, sample.eager)
+            (u, extra), pull = vjp(value, x, self._eager(sample))
         if u.shape != (self.inner_dim,):
             raise NestfedError(f"g must return {self.inner_dim} values (inner_dim), not shape {tuple(u.shape)}.")
         sample.note(leading(sample.data[1]))
@@ -365,7 +404,7 @@ class Compositional(Direct, Composed):
         sample = as_batch(batch)
         with self.evaluating(sample):
             (gradient,), value = _gradients(
-                lambda v: _one_number("f", self.f(v[0], sample.data[0])), (u,), sample.eager
+                lambda v: _one_number("f", self.f(v[0], sample.data[0])), (u,), self._eager(sample)
             )
         sample.note(leading(sample.data[0]), value)
         return gradient

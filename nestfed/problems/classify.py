@@ -28,8 +28,8 @@ def cross_entropy(model: Model, batch: Data) -> Tensor:
 class Classify(Minimize):
     """Cross-entropy on batches (x, y)."""
 
-    def __init__(self, model: nn.Module | Tensor, *, clip: float | None = None) -> None:
-        super().__init__(cross_entropy, model, clip=clip)
+    def __init__(self, model: nn.Module | Tensor, *, clip: float | None = None, buffers: str = "") -> None:
+        super().__init__(cross_entropy, model, clip=clip, buffers=buffers)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from nestfed.core import NestfedError
+from nestfed.core import Batch, NestfedError
+
+MEAN, VARIANCE = "running_mean", "running_var"
 
 
 class Flat:
-    """The layout of a model: an `nn.Module`, or a plain vector."""
+    """The layout of a model: an `nn.Module`, or a plain vector.
 
-    def __init__(self, model: nn.Module | Tensor) -> None:
+    With `buffers`, running statistics are one more vector, b. It may stand behind the parameters x.
+    """
+
+    def __init__(self, model: nn.Module | Tensor, buffers: bool = False) -> None:
         self.source = model
         if isinstance(model, Tensor):
             if model.dim() != 1 or not model.is_floating_point():
@@ -26,9 +32,11 @@ class Flat:
                     f"The model must be an nn.Module or a vector of floats, not {model.dtype} {tuple(model.shape)}."
                 )
             self.x0 = model.detach().clone()
+            self.b0 = self.x0.new_zeros(0)
             self.random = self.planar = self.heavy = False
             return
-        _reject_running_statistics(model)
+        if not buffers:
+            _reject_running_statistics(model)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             kind = type(model).__name__
@@ -47,6 +55,8 @@ class Flat:
         self._train = _skeleton(model).train()
         self._eval = _skeleton(model).eval()
         self._places = {training: _places(m) for training, m in ((True, self._train), (False, self._eval))}
+        self._statistics = {training: _statistics(m) for training, m in ((True, self._train), (False, self._eval))}
+        self.b0 = _concatenated(self._statistics[False]).to(self.x0)
 
     def bind(self, x: Tensor, *, train: bool = True) -> Any:
         """Return the user's module with the parameters x, for use until the next call; x itself for a vector.
@@ -57,12 +67,42 @@ class Flat:
         if isinstance(self.source, Tensor):
             return x
         module = self._train if train else self._eval
+        d = self.x0.numel()
+        if len(self.b0) and (x.numel() > d or not train):
+            self._load(self._statistics[train], x[d:] if x.numel() > d else self.b0)
+        x = x[:d]
         if torch.compiler.is_compiling():
             return partial(torch.func.functional_call, module, dict(zip(self.names, self._values(x))))
         for places, value in zip(self._places[train], self._values(x)):
             for table, name in places:
                 table[name] = value
         return module
+
+    @contextmanager
+    def tracking(self, sample: Batch, piece: int) -> Iterator[None]:
+        """Evaluate a piece of a batch with its running statistics; keep those after the first evaluation of its step."""
+        places = self._statistics[True]
+        if piece == 0:
+            self._load(places, self.b0 if sample.buffers is None else sample.buffers)
+        yield
+        if not sample.tape.evaluations:
+            sample.tape.buffers = _concatenated(places)
+
+    def feasible(self, b: Tensor) -> Tensor:
+        """Return running statistics with variances of at least 0."""
+        low = [torch.full_like(table[k], 0 if k == VARIANCE else -torch.inf) for table, k in self._statistics[False]]
+        return torch.maximum(b, torch.cat([v.reshape(-1) for v in low]).to(b))
+
+    def changing(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that are not running statistics."""
+        if isinstance(self.source, Tensor):
+            return {}
+        known = {id(table[k]) for table, k in self._statistics[True]}
+        return {
+            name: b.clone()
+            for name, b in self._train.named_buffers()
+            if id(b) not in known and not name.endswith("num_batches_tracked")
+        }
 
     def own(self, x: Tensor, *, train: bool = False) -> Any:
         """Return a module of its own with the parameters x, through which gradients reach x; x itself for a vector."""
@@ -71,6 +111,10 @@ class Flat:
         module = self._train if train else self._eval
         kept = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         memo: dict[int, Any] = {id(t): t for t in kept}
+        b = x[self.x0.numel() :] if x.numel() > self.x0.numel() else self.b0
+        x = x[: self.x0.numel()]
+        for (table, name), value in zip(self._statistics[train], self._parts(b)):
+            memo[id(table[name])] = value
         for places, value in zip(self._places[train], self._values(x)):
             memo |= {id(table[name]): value for table, name in places}
         return copy.deepcopy(module, memo)
@@ -80,10 +124,32 @@ class Flat:
         if isinstance(self.source, Tensor):
             return x.detach().clone()
         result = copy.deepcopy(self.source)
+        d = self.x0.numel()
         with torch.no_grad():
-            for parameter, part in zip(_trainable(result), torch.split(x, self.sizes)):
+            if x.numel() > d:
+                for (table, name), value in zip(_statistics(result), self._parts(x[d:])):
+                    table[name].copy_(value)
+            for parameter, part in zip(_trainable(result), torch.split(x[:d], self.sizes)):
                 parameter.copy_(part.view_as(parameter))
         return result.eval()
+
+    def vector(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Return x0 with these parameters in place of its own; reject one that the model does not have."""
+        parts = dict(zip(self.names, torch.split(self.x0, self.sizes)))
+        shapes = dict(zip(self.names, self.shapes))
+        for name, value in named.items():
+            if shapes.get(name) != value.shape:
+                has = f"of shape {tuple(shapes[name])}" if name in shapes else "none of this name"
+                raise NestfedError(
+                    f"The trained model has a parameter {name} of shape {tuple(value.shape)}, but this problem's model has "
+                    f"{has}: both problems must be built on the same module."
+                )
+            parts[name] = value.detach().to(self.x0).reshape(-1)
+        return torch.cat(list(parts.values()))
+
+    def statistics(self, model: nn.Module) -> Tensor:
+        """Return the running statistics of a trained copy of the user's module; nothing if this problem keeps none."""
+        return _concatenated(_statistics(model)).to(self.x0) if len(self.b0) else self.b0
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the trained parameters."""
@@ -93,7 +159,7 @@ class Flat:
 
     def to(self, device: torch.device) -> None:
         """Move x0, and the model's frozen parameters and buffers."""
-        self.x0 = self.x0.to(device)
+        self.x0, self.b0 = self.x0.to(device), self.b0.to(device)
         if not isinstance(self.source, Tensor):
             for skeleton in (self._train, self._eval):
                 for module in skeleton.modules():
@@ -102,6 +168,15 @@ class Flat:
                         for name, tensor in table.items():
                             if tensor is not None and not tensor.is_meta:
                                 table[name] = tensor.to(device)
+
+    def _parts(self, b: Tensor) -> list[Tensor]:
+        """Return copies of the parts of b, because a layer changes its statistics in place."""
+        shapes = [table[name].shape for table, name in self._statistics[False]]
+        return [part.clone().view(s) for part, s in zip(torch.split(b, [s.numel() for s in shapes]), shapes)]
+
+    def _load(self, places: Statistics, b: Tensor) -> None:
+        for (table, name), value in zip(places, self._parts(b.detach())):
+            table[name] = value
 
     def _values(self, x: Tensor) -> list[Tensor]:
         return [p.view(shape) for p, shape in zip(torch.split(x, self.sizes), self.shapes)]
@@ -127,13 +202,40 @@ def _places(module: nn.Module) -> Places:
     return [[(table, k) for table, k, p in held if p is parameter] for parameter in _trainable(module)]
 
 
-def _reject_running_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "track_running_stats", False) and getattr(module, "running_mean", None) is not None:
+Statistics = list[tuple[dict[str, Any], str]]
+
+
+def _keeping(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers that keep running statistics, with their names."""
+    return [
+        (name or "The model", m)
+        for name, m in model.named_modules()
+        if getattr(m, "track_running_stats", False) and m._buffers.get(MEAN) is not None
+    ]
+
+
+def _statistics(model: nn.Module) -> Statistics:
+    """Return where running statistics are stored."""
+    for name, module in _keeping(model):
+        if getattr(module, "momentum", None) is None:
             raise NestfedError(
-                f"{name or 'The model'} ({type(module).__name__}) keeps running statistics, which are not parameters and "
-                "would not be averaged: use GroupNorm or LayerNorm, or track_running_stats=False."
+                f"{name} ({type(module).__name__}) averages over all its batches (momentum=None), which needs a count for each "
+                "client: give it a momentum such as 0.1."
             )
+    return [(module._buffers, name) for _, module in _keeping(model) for name in (MEAN, VARIANCE)]
+
+
+def _concatenated(places: Statistics) -> Tensor:
+    parts = [table[name].detach().reshape(-1) for table, name in places]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def _reject_running_statistics(model: nn.Module) -> None:
+    for name, module in _keeping(model):
+        raise NestfedError(
+            f"{name} ({type(module).__name__}) keeps running statistics, which are not parameters and would not be averaged: "
+            "use GroupNorm or LayerNorm, or track_running_stats=False, or the problem's option buffers='average' or 'private'."
+        )
 
 
 def channels_last(leaf: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Pairwise(Direct, Paired):
             return torch.cat(self._scored(model, sample.data)).to(y.dtype), self.penalised(y.new_zeros(()), model)
 
         with self.evaluating(sample):
-            (h, extra), pull = vjp(value, x, sample.eager)
+            (h, extra), pull = vjp(value, x, self._eager(sample))
         one, b = torch.ones_like(extra), leading(sample.data[0])
         return h[:b], h[b:], lambda v, w: self.clip_gradient(pull((torch.cat([v, w]), one)), sample)
 

@@ -11,7 +11,7 @@ import numpy as np
 from nestfed.data.partition import Summary
 from nestfed.engine.round import Record
 from nestfed.report.drawing import pyplot, save
-from nestfed.report.page import Series
+from nestfed.report.page import Figure, Series
 from nestfed.report.summary import series_of
 
 AXES = {
@@ -57,6 +57,19 @@ def overview(cases: Mapping[str, Runs], metrics: Sequence[str], path: Path) -> P
     names = list(dict.fromkeys(name for _, _, shown in drawn for name in shown))
     handles = [plt.Line2D([], [], color=COLOURS[i % len(COLOURS)], label=name) for i, name in enumerate(names)]
     figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=min(2 * across + 1, len(names)))
+    return save(figure, path)
+
+
+def figure(drawn: Figure, path: Path) -> Path:
+    """Draw a figure of a report."""
+    figure, panel = pyplot().subplots(figsize=(6.4, 4), layout="constrained")
+    for i, one in enumerate(drawn.lines):
+        panel.plot(one.x, one.y, "o-", color=COLOURS[i % len(COLOURS)], label=one.name, linewidth=1.8)
+    panel.set_xlabel(f"{drawn.x}\n{drawn.note}" if drawn.note else drawn.x)
+    panel.set_ylabel(drawn.y)
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False)
     return save(figure, path)
 
 

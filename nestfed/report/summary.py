@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -33,6 +33,8 @@ class MethodResult:
     """One per seed."""
     diverged: Sequence[str] = ()
     """The errors of the seeds that diverged; their last evaluated model counts."""
+    ends: Mapping[str, str] = field(default_factory=dict)
+    """The chosen step sizes that are the smallest or the largest of those tried."""
 
     def final(self, metric: str) -> list[float]:
         """Return the metric's last value for every seed."""
@@ -46,6 +48,12 @@ class MethodResult:
             f"{self.method} diverged with {len(self.diverged)} of {len(self.histories)} seeds; their last evaluated model "
             f"counts. {self.diverged[0]}"
         )
+
+
+def in_words(settings: Mapping[str, Any], ends: Mapping[str, str], between: str = " ", equals: str = "=") -> str:
+    """Return tuned settings as text, and mark step sizes at an end of those tried: eta=100.0 (largest)."""
+    marks = {key: f" ({where})" for key, where in ends.items()}
+    return between.join(f"{k.split('.')[-1]}{equals}{v}{marks.get(k, '')}" for k, v in settings.items())
 
 
 def last(history: History, metric: str) -> float:
@@ -137,7 +145,7 @@ def _tuning_columns(outcomes: Sequence[MethodResult]) -> dict[str, dict[str, Cel
         return {}
     return {
         "trials": {o.method: o.trials for o in outcomes},
-        "tuned to": {o.method: ", ".join(f"{k.split('.')[-1]} = {v}" for k, v in o.chosen.items()) for o in outcomes},
+        "tuned to": {o.method: in_words(o.chosen, o.ends, ", ", " = ") for o in outcomes},
     }
 
 
@@ -145,6 +153,87 @@ def _metrics_to_draw(runs: Mapping[str, Sequence[History]], metric: Metric, sett
     """Return the metric of the comparison, then all others, then loss and drift."""
     found = _metrics([h for histories in runs.values() for h in histories], settings)
     return [metric.name, *(m for m in found if m != metric.name), *TRAINING]
+
+
+def comparison_table(outcomes: Sequence[MethodResult], metric: Metric) -> Table:
+    """Return the table that a comparison prints: final values, rounds to the worst final mean, costs and tuning."""
+    means = {o.method: fmean(o.final(metric.name)) for o in outcomes}
+    best, target = max(means, key=lambda m: metric.signed(means[m])), metric.worst(means.values())
+    rows: list[list[Cell]] = []
+    for o in outcomes:
+        values, end, seeds = o.final(metric.name), o.histories[0][-1], len(o.histories)
+        hits = [hit["round"] for history in o.histories if (hit := reached(history, metric, target)) is not None]
+        some = f" ({len(hits)} of {seeds})" if len(hits) < seeds else ""
+        rows.append(
+            [
+                o.method,
+                spread(values),
+                str(end["round"]),
+                f"{spread(hits, lambda v: f'{v:.3g}')}{some}" if hits else "–",
+                f"{end['examples']:,}",
+                size(_sent(end)),
+                str(o.trials),
+                in_words(o.chosen, o.ends),
+            ]
+        )
+    seeds = len(outcomes[0].histories)
+    note = f"Mean ± standard deviation over {_count(seeds, 'seed')}. {metric.direction} mean {metric.name}: {best}."
+    columns = ["method", f"{metric.name} on test", "rounds", f"rounds to {target:.4f}", "examples", "sent", "trials"]
+    sentences = [note, *(o.divergence() for o in outcomes if o.diverged)]
+    return Table("", [*columns, "tuned to"], rows, "\n".join(sentences), [list(means).index(best)])
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The results of a comparison at one point of a sweep."""
+
+    settings: Mapping[str, Any]
+    results: Sequence[MethodResult]
+
+
+def sweep_table(points: Sequence[Swept], metric: Metric) -> Table:
+    """Return one row for every point of a sweep and method; the best method of each point is highlighted."""
+    keys = list(points[0].settings)
+    rows: list[list[Cell]] = []
+    best = []
+    for point in points:
+        means = [fmean(o.final(metric.name)) for o in point.results]
+        best += [len(rows) + i for i, mean in enumerate(means) if mean == metric.best(means) and len(means) > 1]
+        for o in point.results:
+            costs = _costs([history[-1] for history in o.histories])
+            at = [str(value) for value in point.settings.values()]
+            rows.append([*at, o.method, spread(o.final(metric.name)), *costs, o.trials, in_words(o.chosen, o.ends)])
+    seeds = len(points[0].results[0].histories)
+    columns = [
+        *(key.split(".")[-1] for key in keys),
+        "method",
+        f"{metric.name} on test",
+        *COST_COLUMNS,
+        "trials",
+        "tuned to",
+    ]
+    note = f"Mean ± standard deviation over {_count(seeds, 'seed')}."
+    note += " ".join(["", *(o.divergence() for point in points for o in point.results if o.diverged)])
+    return Table(", ".join(keys), columns, rows, note.strip(), best)
+
+
+def sweep_figure(points: Sequence[Swept], metric: Metric) -> Figure:
+    """Return the mean of a metric against the first setting of a sweep, one line per method and other settings.
+
+    Values that are not numbers are at 1, 2, ….
+    """
+    first, *others = points[0].settings
+    values = list(dict.fromkeys(point.settings[first] for point in points))
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    places = {v: float(v) if numeric else float(i) for i, v in enumerate(values, 1)}
+    lines: dict[str, dict[float, float]] = {}
+    for point in points:
+        for o in point.results:
+            name = ", ".join([o.method, *(f"{k.split('.')[-1]}={point.settings[k]}" for k in others)])
+            lines.setdefault(name, {})[places[point.settings[first]]] = fmean(o.final(metric.name))
+    drawn = [Line(name, sorted(of), [of[x] for x in sorted(of)]) for name, of in lines.items()]
+    note = "" if numeric else f"{first}: " + ", ".join(f"{i} is {v}" for i, v in enumerate(values, 1)) + "."
+    return Figure(f"{metric.name} on test against {first}", first, metric.name, drawn, note)
 
 
 # ------------------------------------------------------------------------------ parts that other reports use too
@@ -269,6 +358,13 @@ def _described(table: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} = {v}" if k != "name" else str(v) for k, v in _name_first(table))
 
 
+def _warm_up(table: Mapping[str, Any]) -> str:
+    """Return a warm-up in words."""
+    names = [table[k] for k in ("algorithm", "server") if k in table]
+    on = f", on {table['problem']['name']}" if "problem" in table else ""
+    return f"the first {table['rounds']} rounds: {'; '.join(map(_described, names))}{on}"
+
+
 def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: Sequence[Path]) -> dict[str, str]:
     tables = list(runs.values())
     facts = {
@@ -280,6 +376,7 @@ def _facts(runs: Mapping[str, Mapping[str, Any]], seeds: Sequence[int], places: 
         if len(runs) > 1
         else _described(tables[0]["algorithm"]),
         **({"Server": servers} if (servers := _one(_described(t["server"]) for t in tables if "server" in t)) else {}),
+        **({"Warm-up": warm} if (warm := _one(_warm_up(t["warm_up"]) for t in tables if "warm_up" in t)) else {}),
         "Training": _one(f"{t['run']['rounds']} rounds of {t['run']['q']} local steps" for t in tables),
         "Seeds": ", ".join(map(str, seeds)),
     }

@@ -51,7 +51,7 @@ def choose(objective: str, *, rounds: int, partial: bool = False) -> Choice:
     """Choose a method by objective, number of rounds and participation (`partial`: clients may skip rounds).
 
     Methods that send or keep more (momentum, control variates) are better only if all clients take part and there are
-    enough rounds; docs/choosing.md has the evidence.
+    enough rounds. The choices are those in bold in the table of docs/choosing.md, which links to the evidence.
     """
     if objective == "auroc":
         if partial:

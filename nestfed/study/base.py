@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from nestfed import theory
 from nestfed.algorithms import METHODS
 from nestfed.algorithms import build as build_method
-from nestfed.core import Algorithm, DivergedError, NestfedError, __version__
+from nestfed.core import Algorithm, DivergedError, NestfedError, __version__, whole
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.engine.round import Record
 from nestfed.engine.simulate import Result, simulate
-from nestfed.files import write_model
+from nestfed.engine.warm_up import WarmUp
+from nestfed.files import make_directory, write_model
 from nestfed.models import build
 from nestfed.study import advice
 from nestfed.study.sites import DataError
@@ -151,11 +152,17 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         seed: int,
         evaluate: Callable[[Any], Mapping[str, float]] | None,
         metric: str,
+        warm_up: Callable[[float], WarmUp] | None = None,
     ) -> Result:
-        """Train, and check the result. Retry with a smaller step if an automatic step size diverges."""
+        """Train, and check the result. Retry with a smaller step if an automatic step size diverges.
+
+        - `warm_up`: returns the warm-up; it divides its automatic step size by its argument.
+        """
+        whole("rounds", self.rounds)
         tried: list[Any] = []
         while True:
             self.method_ = self._method(problem, clients, seed, SHRINK ** len(tried))
+            first = None if warm_up is None else warm_up(SHRINK ** len(tried))
             try:
                 result = simulate(
                     problem,
@@ -169,8 +176,9 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
                     exchange=self.exchange or Exchange(),
                     execution=Execution(device=self.device),
                     progress=self.verbose,
+                    warm_up=first,
                 )
-                reject_runaway(result.history)
+                reject_runaway([r for r in result.history if first is None or r["round"] > first.rounds])
                 break
             except DivergedError:
                 if self.lr is not None or isinstance(self.method, Algorithm) or len(tried) == ATTEMPTS - 1:
@@ -192,8 +200,7 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
     def save(self, directory: str | Path) -> Path:
         """Write model.safetensors and estimator.json, without pickle."""
         check_is_fitted(self)
-        place = Path(directory)
-        place.mkdir(parents=True, exist_ok=True)
+        place = make_directory(Path(directory))
         write_model(place / "model.safetensors", self.module_, None)
         saved = {
             "format": FORMAT,

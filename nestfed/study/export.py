@@ -13,15 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestfed.core import __version__
+from nestfed import choice
+from nestfed.core import NestfedError, __version__
 from nestfed.data.encoding import TableEncoding, standardised
-from nestfed.files import write_atomically
+from nestfed.files import reject_foreign, write_atomically
 from nestfed.metrics import find
 from nestfed.report import html
 from nestfed.report.page import Figure, Line, Page, Table
 from nestfed.study.base import Scores
 from nestfed.study.page import LABELS, curves, sites_table
 from nestfed.study.train import StudyResult, Trained
+
+CARD, TABLE = "MODEL_CARD.md", "table.json"
 
 
 class Scorer(nn.Module):
@@ -56,14 +59,24 @@ def export(estimator: Any, path: Path) -> Path:
     return path
 
 
+def claim(out: Path, target: str, objective: str) -> None:
+    """Reject an output directory that contains something other than a model for this target and objective."""
+    reject_foreign(out, "model of `nestfed train`", CARD)
+    path = out / "model" / TABLE
+    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if held and (held["target"], held["objective"]) != (target, objective):
+        raise NestfedError(
+            f"{out} contains a model for {held['objective']} of {held['target']!r}; choose another directory with --out."
+        )
+
+
 def write(result: StudyResult, out: Path, files: Sequence[Path]) -> dict[str, Path]:
     """Write the model, its export, the report and the model card; return their paths."""
-    out.mkdir(parents=True, exist_ok=True)
     model = result.estimator.save(out / "model")
     table = {"target": result.target, "classes": list(result.classes), "objective": result.objective}
-    write_atomically(model / "table.json", (json.dumps(table, indent=1) + "\n").encode())
+    write_atomically(model / TABLE, (json.dumps(table, indent=1) + "\n").encode())
     exported = export(result.estimator, model / "model.pt2")
-    card = out / "MODEL_CARD.md"
+    card = out / CARD
     write_atomically(card, model_card(result).encode())
     report = html.write(page(result, files), out / "report.html")
     return {"report": report, "model card": card, "model": model, "export": exported}
@@ -103,7 +116,16 @@ def results(result: StudyResult) -> tuple[list[str], list[list[Any]]]:
         last = one.history[-1] if one.history else None
         sent = "nothing" if last is None else f"{(last['bytes_up'] + last['bytes_down']) / 1e6:.2f} MB"
         cells = [f"{one.values[m]:.4f}" for m in names]
-        rows.append([one.name, *cells, f"{one.inside:.4f}", f"{one.lr:.3g}", len(one.trials), sent])
+        rows.append(
+            [
+                one.name,
+                *cells,
+                f"{one.inside:.4f}",
+                f"{one.lr:.3g}{f' ({end})' if (end := choice.end(one.lr, list(one.trials))) else ''}",
+                len(one.trials),
+                sent,
+            ]
+        )
     return columns, rows
 
 

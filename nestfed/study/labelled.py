@@ -14,9 +14,12 @@ from sklearn.utils.validation import _check_feature_names, _check_n_features, ch
 from torch import Tensor
 
 from nestfed import models
+from nestfed.algorithms import FedAvg
+from nestfed.core import whole
 from nestfed.data.encoding import Schema, numbered
 from nestfed.data.partition import Summary
 from nestfed.engine.options import Exchange
+from nestfed.engine.warm_up import WarmUp
 from nestfed.metrics import judge
 from nestfed.problems.auprc import AUPRCOptions
 from nestfed.problems.auroc import AUROCOptions
@@ -52,6 +55,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         method: Any = "auto",
         lr: Any = None,
         rounds: int = 50,
+        warm_up: int = 0,
         q: int = 10,
         batch_size: int = 32,
         hidden: Sequence[int] | None = None,
@@ -67,6 +71,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         self.method = method
         self.lr = lr
         self.rounds = rounds
+        self.warm_up = warm_up
         self.q = q
         self.batch_size = batch_size
         self.hidden = hidden
@@ -116,6 +121,8 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
                 f"Only binary classification is supported by {type(self).__name__}. The type of the target is "
                 f"multiclass, with {len(self.classes_)} classes: use FederatedClassifier."
             )
+        if whole("warm_up", self.warm_up, 0) and self.warm_up >= self.rounds:
+            raise DataError(f"warm_up={self.warm_up} leaves none of the {self.rounds} rounds for the method itself.")
         if self.batch_size < 4:
             raise DataError(f"batch_size must be at least 4, not {self.batch_size}.")
         seed = self._seed()
@@ -129,7 +136,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         self._try(model, data.x[:2], outputs)
         problem, clients = self._objective().build(model, (data.x, data.y), data.parts, names=list(data.names))
         judged = None if held_out is None else self._evaluation(*held_out)
-        result = self._run(problem, clients, seed, judged, self.metric)
+        result = self._run(problem, clients, seed, judged, self.metric, self._warm_up(model, data, seed))
         self._scores = result.model.cpu()
         self.module_ = self._scores.module
         self.calibration_ = (1.0, 0.0)
@@ -141,6 +148,15 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
     def _objective(self) -> Labelled:
         """Return the options of the objective."""
         raise NotImplementedError
+
+    def _warm_up(self, model: Scores, data: Encoded, seed: int) -> Callable[[float], WarmUp] | None:
+        """Return the warm-up by FedAvg on cross-entropy, as a function of the divisor of its automatic step size."""
+        if not self.warm_up:
+            return None
+        options = ClassifyOptions(batch=self.batch_size)
+        problem, clients = options.build(model, (data.x, data.y), data.parts, names=list(data.names))
+        step = advice.STEP[options.name] / max(advice.smoothness(problem, clients, seed), 1e-6)
+        return lambda shrunk: WarmUp(self.warm_up, FedAvg(step / shrunk), problem, clients)
 
     def _without_sites(self, X: Any) -> tuple[Any, Any]:
         """Return X without the column that names the sites, and that column; None if X lacks it, as for prediction."""
@@ -339,6 +355,7 @@ class FederatedAUC(_Labelled):
     - `lr`: None for a multiple of 1/L estimated from the data (stored in `lr_`), a number, a function of the iteration,
       or "theory" for the theorem's step sizes.
     - `rounds`: communication rounds.
+    - `warm_up`: so many of these rounds come first and train cross-entropy by FedAvg, with an automatic step size.
     - `q`: local steps per round.
     - `batch_size`: examples per step.
     - `exchange`: who takes part in a round and what crosses the network, such as `Exchange(share=0.5)`; None = all.

@@ -12,7 +12,7 @@ import numpy as np
 from sklearn.base import clone
 from torch import Tensor
 
-from nestfed import models
+from nestfed import choice, models
 from nestfed.core import DivergedError, NestfedError
 from nestfed.data.partition import hold_out
 from nestfed.metrics import find
@@ -33,16 +33,22 @@ class StepSearch:
     metric: str
     lrs: tuple[float, ...]
     values: tuple[float, ...]
+    resamples: tuple[Sequence[float], ...] = ()
+    """For each step size: the metric on resampled validation rows, which gives the noise of the choice."""
 
     @property
     def best(self) -> float:
-        """The step size with the best metric; the smaller one in a tie."""
-        alive = [
-            (-find(self.metric).signed(value), lr) for lr, value in zip(self.lrs, self.values) if np.isfinite(value)
-        ]
-        if not alive:
+        """The smallest step size whose metric is within noise of the best one (`nestfed.choice`)."""
+        if not np.isfinite(self.values).any():
             raise NestfedError("Training diverged with every step size: check the data, or try much smaller ones.")
-        return min(alive)[1]
+        rows = self.resamples or ((),) * len(self.lrs)
+        options = [choice.Option(value, (lr,), each) for lr, value, each in zip(self.lrs, self.values, rows)]
+        return self.lrs[choice.choose(find(self.metric), options)]
+
+    @property
+    def end(self) -> choice.End | None:
+        """Whether the best step size is the smallest or the largest of those tried."""
+        return choice.end(self.best, self.lrs)
 
     def draw(self, path: str | Path) -> Path:
         """Plot the metric against the step size."""
@@ -50,7 +56,12 @@ class StepSearch:
 
         figure, panel = pyplot().subplots(figsize=(6, 3.6), layout="constrained")
         panel.semilogx(self.lrs, self.values, "o-", color="#0b6e99")
-        panel.axvline(self.best, color="#d9480f", linestyle=":", label=f"best: {self.best:.3g}")
+        panel.axvline(
+            self.best,
+            color="#d9480f",
+            linestyle=":",
+            label=f"best: {self.best:.3g}{f' ({self.end})' if self.end else ''}",
+        )
         panel.set_xlabel("lr")
         panel.set_ylabel(f"{self.metric} on validation rows")
         panel.grid(alpha=0.25)
@@ -70,7 +81,8 @@ def lr_find(
     sites = X if known else gather(X, y, groups, estimator.target)
     train, validation = apart(sites, share, seed=estimator._seed())
     data = estimator._encode(with_rows(train))
-    short = clone(estimator).set_params(rounds=max(1, estimator.rounds // 2))
+    rounds = max(1, estimator.rounds // 2)
+    short = clone(estimator).set_params(rounds=rounds, warm_up=min(estimator.warm_up // 2, rounds - 1))
     multiples = [10**k for k in np.arange(-2, 2.1, 0.5)]
     return sweep(short, data, data.held_out(with_rows(validation)), estimator.metric, lrs, multiples)
 
@@ -89,16 +101,17 @@ def sweep(
     """
     x, y = validation
 
-    def trial(lr: float | None) -> tuple[float, float]:
-        """Train with a step size (None = the default); return it and the metric."""
+    def trial(lr: float | None) -> tuple[float, tuple[float, Sequence[float]]]:
+        """Train with a step size (None = the default); return it, the metric, and the metric on resampled rows."""
         one = clone(estimator).set_params(lr=lr)
         try:
             one._fit(data)
         except DivergedError:
-            return float(one.lr_), float("nan")
-        return float(one.lr_), one._judged(models.score(one._scores, x), y)[metric]
+            return float(one.lr_), (float("nan"), ())
+        scores = models.score(one._scores, x)
+        return float(one.lr_), (one._judged(scores, y)[metric], choice.resampled(find(metric), scores.double(), y))
 
-    found: dict[float, float] = {}
+    found: dict[float, tuple[float, Sequence[float]]] = {}
     with warnings.catch_warnings():  # some trials are expected to diverge
         warnings.simplefilter("ignore", NestfedWarning)
         if not lrs:
@@ -107,7 +120,7 @@ def sweep(
             lrs = [default * m for m in multiples if m != 1]
         found |= dict(trial(float(lr)) for lr in lrs)
     order = sorted(found)
-    return StepSearch(metric, tuple(order), tuple(found[lr] for lr in order))
+    return StepSearch(metric, tuple(order), tuple(found[lr][0] for lr in order), tuple(found[lr][1] for lr in order))
 
 
 def with_rows(sites: Sequence[Site]) -> list[Site]:

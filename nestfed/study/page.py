@@ -43,7 +43,10 @@ def write_report(estimator: _Labelled, path: Path) -> Path:
 
 def sentence(estimator: _Labelled) -> str:
     """Return the chosen method and the reason."""
-    return f"{estimator.choice_.name} was chosen because {estimator.choice_.why}."
+    chosen = f"{estimator.choice_.name} was chosen because {estimator.choice_.why}."
+    if not estimator.warm_up:
+        return chosen
+    return f"{chosen} The first {estimator.warm_up} of its {estimator.rounds} rounds trained cross-entropy by FedAvg."
 
 
 def sites_table(summary: Summary) -> Table:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nestfed import metrics, models
 from nestfed.algorithms import Alone, FedAvg
+from nestfed.choice import resampled
 from nestfed.core import DivergedError, Metric, NestfedError, unknown
 from nestfed.engine.round import Record
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
@@ -236,13 +237,18 @@ def _alone(way: FederatedClassifier, lrs: Sequence[float], split: _Split) -> Tra
         return np.stack(each)
 
     held, judge = split.validation, split.test
-    trials = {}
+    trials: dict[float, float] = {}
+    rows: list[tuple[float, ...]] = []
     for lr in lrs:
         try:
-            trials[lr] = float(np.nanmean([held.value(s) for s in scores(lr, _short(way), split.fitting, held)]))
+            own = scores(lr, _short(way), split.fitting, held)
         except DivergedError:  # the step is too large for one of the sites
             trials[lr] = float("nan")
-    lr = StepSearch(judge.metric.name, tuple(trials), tuple(trials.values())).best
+            rows.append(())
+            continue
+        trials[lr] = float(np.nanmean([held.value(s) for s in own]))
+        rows.append(tuple(np.mean([resampled(held.metric, s, held.labels) for s in own], axis=0)))
+    lr = StepSearch(judge.metric.name, tuple(trials), tuple(trials.values()), tuple(rows)).best
     final = scores(lr, way, split.training, judge)
     each = [judge.values(s) for s in final]
     values = {k: float(np.nanmean([v[k] for v in each])) for k in each[0]}

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from nestfed.choice import end
 from nestfed.engine.round import Record
 from nestfed.report import html
 from nestfed.report.page import Claim, Curves, Image, Page, Table, size
@@ -94,8 +95,8 @@ def _setting(value: Any, offered: Sequence[float]) -> str:
     """Return a setting as text, marked if it is at the end of its grid; a schedule is a table."""
     if isinstance(value, Mapping):
         return f"({', '.join(f'{k} {v:.3g}' for k, v in value.items())})"
-    ends = {max(offered): " (largest)", min(offered): " (smallest)"} if len(offered) > 1 else {}
-    return f"{value}{ends.get(value, '')}"
+    where = end(value, offered) if len(offered) > 1 and value in offered else None
+    return f"{value}{f' ({where})' if where else ''}"
 
 
 def cost(found: Mapping[str, Any] | None, what: str) -> str:

@@ -113,8 +113,9 @@ def markdown(found: dict[str, Evidence]) -> str:
         "  other work, so they show what a reproduction costs and do not compare methods.",
         "- **loss_k** is a meta-learner's mean squared error on unseen tasks after k inner steps, **r2_k** the share of the targets'",
         "  mean square that it explains, and **ap** the average precision.",
-        "- **Changed since these runs**: a correction is clipped as a whole (Acc-FCSG-M and FMGDA on CIFAR-10 and Omniglot), and",
-        "  `local` trains each client on its own draws (`local` on eICU and heart disease). A repetition will differ there.",
+        "- **Changed since these runs**: variance-reduced methods clip the corrected estimate instead of both of its gradients (Acc-FCSG-M",
+        "  on CIFAR-10 and Omniglot, FMGDA on CIFAR-10, STEM and FAFED on WikiText-2), and clients that train alone draw batches by their",
+        "  own number (`local` on eICU and heart disease). A repetition will differ there.",
         "",
         f"{len(outcomes)} statements (the papers' claims, and whether we reach their values) on {len(found)} figures and tables: {counts}."
         if outcomes

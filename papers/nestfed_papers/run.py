@@ -14,6 +14,7 @@ from nestfed.engine.round import Record
 from nestfed.experiment.compare import compare
 from nestfed.experiment.run import DIVERGED
 from nestfed.experiment.spec import Experiment
+from nestfed.files import make_directory
 from nestfed.report.drawing import pyplot
 from nestfed.report.machine import describe
 from nestfed.report.plot import curves
@@ -49,7 +50,7 @@ def reproduce(
             raise NestfedError(f"{name} has no case {unknown[0]!r}; it has {', '.join(c.data for c in found.cases)}.")
         amount = replace(amount, cases=tuple(only))
     place = out / f"{name}-{budget}"
-    place.mkdir(parents=True, exist_ok=True)
+    make_directory(place)
     runs: list[Run] = []
     folders: dict[str, Path] = {}
     pages: dict[str, Page] = {}
@@ -107,6 +108,7 @@ def _compare(
         "trial_rounds": budget.trial_rounds,
         "trial_seeds": budget.trial_seeds,
         "stopping": budget.stopping,
+        "extend": 0,  # the papers' grids
         "workers": workers,
         "tell": tell,
     }

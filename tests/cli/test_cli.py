@@ -67,10 +67,10 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     assert min(seconds("-m", "nestfed", "--help") for _ in range(2)) < 3 * bare
     heavy = "import atexit, sys; atexit.register(lambda: print({'torch', 'numpy', 'pandas', 'matplotlib'} & set(sys.modules)))"
     program = f"{heavy}; sys.argv[1:] = ['--help']; from nestfed.cli.main import main; main()"
-    told = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True).stdout
-    assert "compare" in told
-    assert "reproduce" in told, "the commands of plugins are loaded too"
-    assert told.endswith("set()\n")
+    text = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "compare" in text
+    assert "reproduce" in text, "the commands of plugins are loaded too"
+    assert text.endswith("set()\n")
 
 
 def test_a_run_leaves_its_directory_and_is_not_run_twice(here: Here) -> None:
@@ -211,7 +211,8 @@ def test_compare_prints_a_table_and_resumes(here: Here, tmp_path: Path, monkeypa
         finals = [read_record(tmp_path / "c" / name / f"seed-{s}" / "record.jsonl")[-1]["ap"] for s in (0, 1)]
         assert f"{sum(finals) / 2:.4f} ±" in line
         trials = list((tmp_path / "c" / name).glob("trial-*"))
-        assert len(trials) == 6, "every method gets the same number of trials"
+        assert 6 <= len(trials) <= 8, "every method gets its whole grid, and at most two trials beyond an end"
+        assert f" {len(trials)} " in line
         assert all(json.loads((t / "experiment.json").read_text())["run"]["seed"] == 1000 for t in trials)
     assert (tmp_path / "c" / "curves.png").stat().st_size > 5000
     assert here(*words)[1] == said
@@ -257,18 +258,18 @@ def test_list_theory_and_cite(here: Here) -> None:
     listed = here("list")[1]
     for word in ("acc-fcsg-m", "2 × model: x, u", "fashion-mnist", "invariant", "demo"):
         assert word in listed
-    told = here("theory", "fcsg-m", "--N", "16", "--T", "10000")[1]
-    assert "q = " in told
-    assert "bound" in told
+    text = here("theory", "fcsg-m", "--N", "16", "--T", "10000")[1]
+    assert "q = " in text
+    assert "bound" in text
     assert "@inproceedings" in here("cite", "fafed")[1]
     here.refused(("cite", "fafad"), "fafed")
     here.refused(("theory", "fcsg", "--N", "many"), "--N")
 
 
-def test_help_tells_what_arguments_and_defaults_mean(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_explains_arguments_and_defaults(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """typer and click, in versions that do not fit each other, leave the help of arguments out without a word."""
     monkeypatch.setenv("COLUMNS", "200")
-    _, told, _ = here("reproduce", "--help")
-    assert "A figure or table, such as fcsg-table2." in told
-    assert "[default: (set by the budget)]" in told
+    _, text, _ = here("reproduce", "--help")
+    assert "A figure or table, such as fcsg-table2." in text
+    assert "[default: (set by the budget)]" in text
     assert "An experiment file, or a name from `nestfed list`." in here("compare", "--help")[1]

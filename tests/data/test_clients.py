@@ -72,6 +72,15 @@ def test_a_client_without_examples_is_refused_by_name() -> None:
         Examples((X, X[:3]), [np.arange(3)])
 
 
+def test_parts_are_any_lists_of_row_numbers() -> None:
+    parts = [range(50), list(range(50, 90)), torch.arange(90, 95), PARTS[3]]
+    clients = Examples((X, X.long()), parts, batch=8, seed=3)  # type: ignore[arg-type]
+    assert torch.equal(clients.sample(1, 17)[0], held().sample(1, 17)[0])
+    for wrong in ([True] * 100, [0.5], [[1, 2]], ["a"]):
+        with pytest.raises(NestfedError, match=r"^The part of client 0 must be a list of row numbers, not array"):
+            Examples((X, X), [wrong], batch=8)  # type: ignore[list-item]
+
+
 def test_batch_sizes_may_depend_on_the_iteration() -> None:
     assert [len(held(batch=lambda t: 20 if t == 0 else 4).sample(0, t)[0]) for t in (0, 1, 2)] == [20, 4, 4]
     assert [len(b[0][0]) for b in held(batch=every(3, 9, 2)).draw([0, 1], range(4))] == [9, 2, 2, 9]

@@ -27,7 +27,7 @@ from nestfed.data.partition import (
 )
 from nestfed.report import plot
 
-settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+settings.register_profile("patient", deadline=None)  # a busy machine must not fail a test
 settings.load_profile("patient")
 
 seeds = st.integers(0, 2**40)

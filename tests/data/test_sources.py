@@ -433,7 +433,7 @@ def test_a_flipped_byte_never_changes_what_is_read(tmp_path: Path, end: str) -> 
     ],
     ids=["2^96", "2^31", "floats", "255 dimensions", "empty", "zip"],
 )
-def test_idx_header_that_lies(tmp_path: Path, header: bytes) -> None:
+def test_idx_header_with_wrong_sizes(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "images.gz"
     path.write_bytes(gzip.compress(header + SMALL.tobytes()))
     with pytest.raises(NestfedError) as error:
@@ -772,7 +772,7 @@ def npz(**headers: tuple[str, bytes]) -> bytes:
     ],
     ids=["huge", "negative", "short", "objects", "complex", "code"],
 )
-def test_npz_header_that_lies(tmp_path: Path, header: str, content: bytes) -> None:
+def test_npz_header_with_wrong_sizes(tmp_path: Path, header: str, content: bytes) -> None:
     path = tmp_path / "t.npz"
     path.write_bytes(npz(x=(header, content), y=("{'descr': '|i1', 'fortran_order': False, 'shape': (1,)}", b"\1")))
     with pytest.raises(NestfedError) as error:
@@ -1124,7 +1124,7 @@ def test_where_files_are_looked_for(toy: Toy, tmp_path: Path, monkeypatch: pytes
 def test_the_data_commands(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(*words: str) -> tuple[object, str]:
+    def command(*words: str) -> tuple[object, str]:
         monkeypatch.setattr("sys.argv", ["nestfed", "data", *words])
         code: object = 0
         try:
@@ -1134,26 +1134,26 @@ def test_the_data_commands(
         return code, "".join(capsys.readouterr())
 
     cached = tmp_path / "cache/data/toy/toy.idx"
-    assert "no, " in told("list")[1]
-    assert told("check") == (0, "No datasets on this machine yet; see `nestfed data list`.\n")
-    code, text = told("check", "toy")
+    assert "no, " in command("list")[1]
+    assert command("check") == (0, "No datasets on this machine yet; see `nestfed data list`.\n")
+    code, text = command("check", "toy")
     assert code == 2
     assert "download it with `nestfed data fetch toy`." in text
     with serving({"toy/toy.idx": TOY}) as server:
         monkeypatch.setenv("NESTFED_MIRROR", server.url)
-        assert told("fetch", "toy") == (0, f"toy is in {cached.parent}.\n")
-        assert "yes" in told("list")[1]
-        assert told("check") == (0, f"toy: verified, 1 file in {cached.parent}\n")
+        assert command("fetch", "toy") == (0, f"toy is in {cached.parent}.\n")
+        assert "yes" in command("list")[1]
+        assert command("check") == (0, f"toy: verified, 1 file in {cached.parent}\n")
         cached.write_bytes(b"?" + TOY[1:])
-        code, text = told("check", "toy")
+        code, text = command("check", "toy")
         assert code == 2
         assert str(cached) in text
         assert "toy: files differ from the published ones." in text
-        assert told("fetch", "toy")[0] == 0  # which mends it
+        assert command("fetch", "toy")[0] == 0  # replaces the damaged file
         assert cached.read_bytes() == TOY
         monkeypatch.setenv("NESTFED_DATA", str(tmp_path / "data"))
         seen = len(server.seen)
-        assert "already in" in told("fetch", "toy")[1]
+        assert "already in" in command("fetch", "toy")[1]
         assert len(server.seen) == seen
 
 
@@ -1165,7 +1165,7 @@ def test_decoded_once(toy: Toy, tmp_path: Path) -> None:
     assert toy.decoded == 1
 
 
-def test_every_kind_of_damage_to_the_cache_is_mended(toy: Toy, tmp_path: Path) -> None:
+def test_every_kind_of_damage_to_the_cache_is_repaired(toy: Toy, tmp_path: Path) -> None:
     load("toy", tmp_path / "data")
     kept = [p for p in (tmp_path / "cache/decoded").rglob("*") if p.is_file()]
     assert len(kept) == 7  # x, y, site of two parts, and the index

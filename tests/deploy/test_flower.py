@@ -173,8 +173,8 @@ def test_killed_and_resumed(name: str, encode: str, tmp_path: Path) -> None:
         assert {k: v for k, v in left.items() if k != "seconds"} == {k: v for k, v in right.items() if k != "seconds"}
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    """The run goes on a round earlier, and the sites still have that version."""
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
+    """The run resumes a round earlier, and the sites still have that version."""
     deploy(toy("fmgda", rounds=4), tmp_path / "whole", 5)
     deploy(toy("fmgda", rounds=4), tmp_path / "broken", 5)
     for name in ("finished.json", "model.safetensors"):
@@ -715,7 +715,7 @@ def test_a_data_set_in_parts(
 
 
 def test_a_binary_classifier_has_the_metrics_of_simulation(tmp_path: Path) -> None:
-    """Sites once told only histograms of its scores, so a deployment had no log-loss to choose by."""
+    """Sites once sent only histograms of its scores, so a deployment had no log-loss to choose by."""
     from nestfed.experiment.run import run
 
     experiment = labelled("classify", {"name": "fedavg", "eta": 0.1}, rounds=1, data={"binary": True})

@@ -137,7 +137,7 @@ def test_a_checkpoint_is_a_safetensors_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_read_lies_in_memory_where_torch_would_put_it(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_arrays_read_are_aligned_as_torch_aligns_them(dtype: torch.dtype, tmp_path: Path) -> None:
     """A matrix product rounds by the address of its numbers, so a checkpoint's bits alone are not enough to resume."""
     places = []
     for length in range(0, 64, 8):  # of the header, after which the numbers begin
@@ -169,7 +169,7 @@ def test_resumes_matrix_products_to_the_last_bit(mode: str, tmp_path: Path) -> N
     identical(dict(again.private), dict(whole.private))
 
 
-def test_a_record_cut_short_is_mended(tmp_path: Path) -> None:
+def test_a_record_cut_short_is_repaired(tmp_path: Path) -> None:
     problem, clients = images()
     whole = simulate(problem, FedAvg(0.1), clients, rounds=6, **OPTIONS)
     simulate(problem, FedAvg(0.1), clients, rounds=4, directory=tmp_path, checkpoint_every=2, **OPTIONS)

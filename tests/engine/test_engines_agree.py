@@ -157,13 +157,13 @@ def test_a_worker_that_dies_is_noticed_and_named(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
     assert str(tmp_path) in str(e.value)
     assert not active_children()
-    # The run goes on from the round before, to the end that it would have had.
+    # The run resumes from the round before and ends as it would have.
     whole = simulate(problem, FedAvg(0.1), clients, rounds=5, **{**options, "directory": None})
     again = simulate(problem, FedAvg(0.1), clients, rounds=5, **options)
     assert torch.equal(again.x, whole.x)
 
 
-def test_a_worker_that_breaks_tells_why() -> None:
+def test_a_worker_that_fails_reports_why() -> None:
     problem, clients = images()
     broken = Broken(clients.arrays, clients.parts, batch=6)
     with pytest.raises(NestfedError, match=r"The clients' sample failed at client 3 .* ValueError: a broken client"):

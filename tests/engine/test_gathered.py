@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message
 from torch import Tensor
 
-from nestfed.core import Algorithm, Batch, Differentiable, NestfedError
+from nestfed.algorithms import Alone, Momentum
+from nestfed.core import Average, NestfedError
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.spec import RunSpec
 from nestfed.testing import ALGORITHM_CHECKS, Trial
 from tests import toys
 from tests.support import answering, close, grouped, on_two_ranks, simulate
-from tests.toys import SEED
+from tests.toys import SEED, Flocking
 
 Q = 3
-
-
-class Flock(NamedTuple):
-    """The model, the own norms of the round so far, and everybody's of the last round."""
-
-    x: Tensor
-    norms: Tensor
-    everybody: Tensor
-    fresh: Tensor
-
-
-@dataclass(frozen=True)
-class Flocking(Algorithm[Differentiable, Flock]):
-    """FedAvg whose step is divided by 1 + the fresh clients' last norms, weighted by their place in the table."""
-
-    eta: float = 0.1
-
-    name = "flocking"
-    accepts = Differentiable
-    shared = ("x",)
-    gathered: ClassVar = {"norms": "everybody"}
-
-    def init(self, problem: Differentiable, x0: Tensor) -> Flock:
-        empty = x0.new_zeros(0, 2)
-        return Flock(x0, empty, empty, empty)
-
-    def receive(self, s: Flock, t: int) -> Flock:
-        return s._replace(norms=s.norms[:0])
-
-    def ends_round(self, t: int, q: int) -> bool:
-        return t % q == 0  # the first round has one iteration
-
-    def step(self, problem: Differentiable, s: Flock, batch: Batch, t: int) -> Flock:
-        g = problem.grad(s.x, batch)
-        place = torch.arange(1, len(s.fresh) + 1).to(s.x)
-        known = (s.everybody.flatten(1).sum(1) * s.fresh * place).sum() if s.everybody.numel() else g.new_zeros(())
-        norm = torch.stack([g.norm(), s.x.norm()])[None]
-        return s._replace(x=s.x - self.eta / (1 + known) * g, norms=torch.cat([s.norms, norm]))
 
 
 def run(rounds: int = 5, N: int = 5, **options: Any) -> Any:
@@ -70,6 +32,21 @@ def run(rounds: int = 5, N: int = 5, **options: Any) -> Any:
 def test_contract(check: str) -> None:
     s = toys.plain(5)
     ALGORITHM_CHECKS[check](Trial(Flocking(), s.problem, s.clients.seeded(SEED), Q, 5, SEED))
+
+
+def test_served_by_the_mean_is_the_method_itself() -> None:
+    s = toys.plain(5)
+    options: dict[str, Any] = {"seed": SEED, "q": Q, "rounds": 5, "participation": 3, "progress": False}
+    own = simulate(s.problem, Flocking(), s.clients, **options)
+    same(own, simulate(s.problem, Flocking().served_by(Average()), s.clients, **options))
+    moved = simulate(s.problem, Flocking().served_by(Momentum(0.5, 0.5)), s.clients, **options)
+    assert (moved.x - own.x).abs().max() > 1e-3
+    assert (moved.gathered["everybody"] - own.gathered["everybody"]).abs().max() > 1e-3  # norms at other points
+
+
+def test_it_cannot_be_alone() -> None:
+    with pytest.raises(NestfedError, match=r"^flocking needs what other clients contribute"):
+        Alone(Flocking())
 
 
 def test_table_by_hand() -> None:
@@ -219,3 +196,20 @@ def test_gate(flower: Any, tmp_path: Path, wrong: Tensor | None, sentence: str) 
     found = flower.checkpointed(tmp_path)
     assert found["tables.fresh"].tolist() == [1, 1, 0, 1]
     assert sentence in (tmp_path / "run" / "sites.log").read_text()
+
+
+def test_gate_keeps_wrong_scores_out_of_the_pool(flower: Any, tmp_path: Path) -> None:
+    """A site that sends NaN scores takes no part in the round, and nobody draws its scores in the next one."""
+
+    def tamper(client: int, round: int, reply: Message) -> Message:
+        if client == 2 and round == 2:
+            rows = {k: a.numpy().copy() for k, a in reply.content["gathered"].items()}
+            rows["first"][0, 0] = float("nan")
+            reply.content["gathered"] = ArrayRecord({k: Array(v) for k, v in rows.items()})
+        return reply
+
+    flower.deploy(flower.toy("fedxl1", 3), tmp_path, 5, tamper, min_sites=4)
+    assert "its first holds infinite or NaN" in (tmp_path / "run" / "sites.log").read_text()
+    found = flower.checkpointed(tmp_path)
+    assert found["tables.fresh"].tolist() == [1, 1, 1, 1, 1]  # it is back in round 3
+    assert torch.isfinite(found["shared.x"]).all()

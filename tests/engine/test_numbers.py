@@ -45,20 +45,20 @@ def test_loss_gradient_and_inner_value_are_distinguished(mode: str) -> None:
         def sample(self, n: int, t: int) -> Tensor:
             return torch.full((1,), float(n == 1 and t == 3), dtype=torch.float64)
 
-    def told(problem: Any, algorithm: Any) -> str:
+    def error_of(problem: Any, algorithm: Any) -> str:
         with pytest.raises(NestfedError) as error:
             simulate(problem, algorithm, Ones(), rounds=5, **OPTIONS, mode=mode)
         return str(error.value)
 
     where = "infinite, NaN or too large at client 1, iteration 3 (round 2)"
     loss = Minimize(lambda x, b: x.sum() / (1 - b.sum()), x0)  # 1/0 at client 1, iteration 3
-    assert told(loss, FedAvg(0.1)).startswith(f"The loss became {where}")
+    assert error_of(loss, FedAvg(0.1)).startswith(f"The loss became {where}")
     # √ at 0 has the value 0 and no finite slope.
     bend = lambda v, b: ((v - v.detach()).abs().sum() * b.sum() + 1 - b.sum()).sqrt()  # noqa: E731
     root = Minimize(lambda x, b: x.sum() + bend(x, b), x0)
-    assert told(root, FedAvg(0.1)).startswith(f"The gradient became {where}")
+    assert error_of(root, FedAvg(0.1)).startswith(f"The gradient became {where}")
     saddle = Minimax(lambda x, w, b: (x * w).sum() + bend(w, b), x0, w0=x0)
-    assert told(saddle, build("local-sgda", eta_theta=0.1, eta_w=0.1)).startswith(f"The gradient became {where}")
+    assert error_of(saddle, build("local-sgda", eta_theta=0.1, eta_w=0.1)).startswith(f"The gradient became {where}")
 
 
 def test_a_divergent_step_size_is_found_where_it_diverges() -> None:
@@ -159,9 +159,9 @@ def test_a_dropped_client_is_one_that_did_not_answer(
     options = {**OPTIONS, **how, "rounds": 4, "encode": encode, "reduce": reduce}
     with pytest.warns(
         UserWarning, match=r"client 3, iteration 0 \(round 1\).* The client is dropped from this round"
-    ) as told:
+    ) as caught:
         dropped = simulate(problem, Scaffold(0.1), bad, on_nan="drop", **options)
-    assert len(told) == 1  # not once a round
+    assert len(caught) == 1  # not once a round
     run = Local.run
 
     def without_3(self: Local, order: Order, shared: Any, evaluate: bool = False) -> Any:

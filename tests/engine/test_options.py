@@ -232,7 +232,7 @@ def test_metrics_that_come_with_the_next_round_are_not_lost(stop: int, tmp_path:
         local = Local(problem, method, Sized(), Tables({}), 0, exchange)
         plan = Plan(Rules(problem, method, exchange, 4), 4, Q, 0, evaluation, clients_evaluate=True)
         folder.mkdir(exist_ok=True)
-        book = RunDirectory(folder, "", local, point="x", rounds=4, evaluation=evaluation, checkpoint_every=1)
+        book = RunDirectory(folder, "", local, method=method, rounds=4, evaluation=evaluation, checkpoint_every=1)
         state = book.resume(RunState.start(method, template, 4), torch.device("cpu"))
         with book:
             loop = rounds(plan, state, book)

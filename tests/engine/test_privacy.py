@@ -153,10 +153,10 @@ def test_one_client_changes_the_published_sum_by_no_more_than_the_clip() -> None
 def test_the_statement_says_what_it_rests_on() -> None:
     blur = Noise.plan(Exchange(share=0.1, privacy=Gaussian(clip=0.5, noise=2.0)), 100)
     assert blur is not None
-    told = blur.statement(50, ("x", "u"))
-    assert f"ε = {epsilon(2.0, 0.1, 50, 1e-5):.4g} at δ = 1e-05" in told
+    text = blur.statement(50, ("x", "u"))
+    assert f"ε = {epsilon(2.0, 0.1, 50, 1e-5):.4g} at δ = 1e-05" in text
     for words in ("50 rounds", "one client with all its examples", "probability 0.1", "x, u jointly", "clipped to 0.5"):
-        assert words in told
+        assert words in text
 
 
 @pytest.mark.parametrize(

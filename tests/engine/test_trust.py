@@ -22,6 +22,7 @@ from nestfed import (
     FCSGM,
     STEM,
     AccFCSGM,
+    Balanced,
     Examples,
     Execution,
     FedAvg,
@@ -91,7 +92,7 @@ def test_a_run_can_be_extended_on_any_engine(tmp_path: Path) -> None:
 
 
 def test_one_flipped_unit_is_not_another_problem(tmp_path: Path) -> None:
-    """A ReLU near 0 flips with the processor and changes one client's gradient; that is no reason to refuse a run."""
+    """A ReLU near 0 flips with the processor and changes one client's gradient; the run is not rejected for it."""
     found = probe.Probe.of(Minimize(logistic, linear()), clients().seeded(0), 0, Minimize(logistic, linear()).x0)
     moved = {name: list(g) for name, g in found.gradients.items()}
     moved["site 0"] = [1.03 * v for v in moved["site 0"]]
@@ -494,6 +495,14 @@ def nan(model: Any, batch: Any) -> Tensor:
 LOOP = Execution(mode="loop", workers=2)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a list": (lambda: run(some=[(X, Y)]), r"list has no sample\(n, t\).*for arrays use Examples.of"),
+    "a name": (lambda: run(method="fedavg"), r"^The method must be an object such as FedAvg\(eta=0.1\), not 'fedavg'"),
+    "a class": (lambda: run(method=FedAvg), r"^The method must be an object such as FedAvg\(eta=0.1\), not <class"),
+    "a dictionary": (lambda: run(exchange={"share": 0.5}), r"^exchange must be an object such as Exchange\(\), not {"),
+    "a seed": (lambda: run(seed="a"), "^seed must be a whole number of at least 0, not 'a'"),
+    "a device": (lambda: run(execution=Execution(device="xpu")), "^execution.device = 'xpu' is not available here: "),
+    "no batch": (lambda: run(some=Examples.of({"a": (X, Y)}, batch=0)), "^A batch size must be .* at least 1, not 0"),
+    "labels": (lambda: Balanced.of({"a": (X, Y + 1)}), "^Balanced needs labels 0 and 1, not 2"),
+    "no rounds": (lambda: FederatedAUC(rounds=0).fit([(X, Y)]), "^rounds must be a whole number of at least 1, not 0"),
     "text": (lambda: run(some=Worded()), "The batch of client 0 contains 'a': sample must return tensors"),
     "names": (lambda: Examples.of({"a": (np.array(["x", "y"]),)}), "Clients hold arrays of numbers, but got ndarray"),
     "a stream": (lambda: FederatedAUC(rounds=1).fit([Stream(), Stream()]), "without a length .* IterableDataset"),

@@ -412,7 +412,7 @@ class TestReal:
         prepare(*spec)  # decodes, the first time
         times = []
         for _ in range(3):
-            start = time.process_time()  # a busy machine is no failure
+            start = time.process_time()  # a busy machine must not fail a test
             p = prepare(*spec)
             times.append(time.process_time() - start)
         assert len(p.parts) == 16

@@ -46,6 +46,7 @@ def test_the_sites_differ_in_prevalence() -> None:
 
 @pytest.mark.slow
 def test_pairs_across_sites_are_ahead() -> None:
-    gains = np.array([tuned("fedxl1", seed) - tuned("fedavg", seed) for seed in range(5)])
+    """The split was chosen with seeds 0 to 4; these are others."""
+    gains = np.array([tuned("fedxl1", seed) - tuned("fedavg", seed) for seed in range(10, 15)])
     assert (gains > 0).sum() >= 4
     assert gains.mean() > 0.01

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from nestfed.core import DivergedError, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import assemble
+from nestfed.experiment.compare import compare
 from nestfed.experiment.run import Job, run, run_jobs
 from nestfed.experiment.spec import from_tables
 
@@ -58,7 +59,7 @@ def test_jobs_in_parallel_processes(tmp_path: Path) -> None:
     kinds = {"good": tables, "bad": {**tables, "algorithm": {"name": "fcsg-m", "alpha": 1e200, "beta": 0.5}}}
     found: dict[int, dict[str, Any]] = {}
     for workers in (1, 2):
-        jobs = [Job(kinds[name], tmp_path / str(workers) / name) for name in kinds]
+        jobs = [Job(from_tables(kinds[name]), tmp_path / str(workers) / name) for name in kinds]
         errors: dict[str, Any] = {}
         run_jobs(jobs, workers, lambda job, error, errors=errors: errors.update({job.out.name: error}))  # type: ignore[misc]
         assert errors["good"] is None
@@ -74,3 +75,19 @@ def test_a_missing_method_is_named_even_if_the_directory_is_taken(tmp_path: Path
         run(from_tables({k: v for k, v in ALONE.items() if k != "algorithm"}), tmp_path)
     with pytest.raises(NestfedError, match="is not empty and contains no run"):
         run(from_tables(ALONE), tmp_path)
+    with pytest.raises(NestfedError, match="is not empty and contains no comparison or tuning"):
+        compare(from_tables(ALONE), ["fedavg"], 1, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"run": {"rounds": -1}}, "^run.rounds must be a whole number of at least 0, not -1"),
+        ({"run": {"q": 0}}, "^run.q must be a whole number of at least 1, not 0"),
+        ({"evaluation": {"metric": "acuracy"}}, "^There is no metric 'acuracy'; did you mean accuracy?"),
+    ],
+)
+def test_wrong_settings_are_rejected_when_the_file_is_read(table: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(NestfedError, match=sentence):
+        from_tables({**ALONE, **table})

@@ -102,7 +102,7 @@ def test_tuning_and_comparing(tmp_path: Path) -> None:
     made = experiment(**tables)
     names = ["served", "rolling", "scaffold"]
     assert [method(made.for_method(n)).name for n in names] == ["fcsg-m+adam", "fcsg+momentum", "scaffold"]
-    _, tuned = tune(made, ["served"], tmp_path / "tuned", workers=1)
+    _, tuned = tune(made, ["served"], tmp_path / "tuned", extend=0, workers=1)
     assert {t.settings["server.eta_g"] for t in tuned["served"].trials} == {0.001, 0.1}
     best = max(tuned["served"].trials, key=lambda t: t.value or 0.0)
     assert tuned["served"].chosen == best.settings

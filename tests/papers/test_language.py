@@ -94,7 +94,7 @@ def test_vocabulary_is_cut_to_the_most_frequent_words() -> None:
 # ---------------------------------------------------------------- the hidden state
 
 
-def test_hidden_state_is_carried_and_gradients_stop_at_the_window() -> None:
+def test_hidden_state_is_passed_on_and_gradients_stop_at_the_window() -> None:
     model, clients = small(), TextClients(chain(400, 0), clients=1, batch=4, bptt=7)
     first, second = clients.sample(0, 0), clients.sample(0, 1)
     _, hidden = model(first[1])

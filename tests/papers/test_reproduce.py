@@ -1,4 +1,4 @@
-"""Reproductions: what is claimed is judged rightly, everything is known and told, and one runs from end to end."""
+"""Reproductions: what is claimed is judged rightly, everything is known and reported, and one runs from end to end."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_listing_and_times() -> None:
 
 
 def test_time_is_rounds_times_measured_seconds() -> None:
-    """A method's trials by hand: the better half goes on after rounds 5 and 10 of 20."""
+    """A method's trials by hand: the better half continues after rounds 5 and 10 of 20."""
     experiment = Case("x", "fcsg-table2-mnist").build(Budget(changes={"run.rounds": 20, "evaluation.every": 5}))
     assert estimate._trial_rounds(experiment, "fcsg", Budget()) == (4 * 5 + 2 * 5 + 1 * 10, 7)
     assert estimate._trial_rounds(experiment, "fcsg", Budget(trials=3)) == (3 * 5 + 2 * 5 + 1 * 10, 6)
@@ -317,7 +317,7 @@ def test_the_claims_on_noise() -> None:
     ):
         pair = made({"A": {"x": [0.9, 0.9, 0.9], "y": second}})
         assert outcome(claims.alike(["A"], "x", "y", 0.02), pair) == expected
-    smooth, rough = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0], [0.5, 0.6, 0.7, 0.704, 0.70, 0.704]  # a slope is no wavering
+    smooth, rough = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0], [0.5, 0.6, 0.7, 0.704, 0.70, 0.704]  # a slope does not oscillate
     runs = [
         Run("A", method, seed, "acc", curve(*(v + seed / 1e4 * i % 2 for i, v in enumerate(values))))
         for method, values in (("fcsg-m", smooth), ("fcsg", rough))

@@ -298,14 +298,14 @@ def test_packaged_sine_experiment_runs_with_all_its_methods() -> None:
 
 
 def characters(count: int = 12) -> Characters:
-    """Images that tell their own character, drawer and turn: in the first two pixels of the first row."""
+    """Images that encode their character, drawer and turn in the first two pixels of the first row."""
     images = torch.zeros(count, 20, 28, 28, dtype=torch.uint8)
     images[:, :, 0, 0] = torch.arange(count)[:, None] + 1
     images[:, :, 0, 1] = torch.arange(20) + 1
     return Characters(images, [f"alphabet {i % 3}" for i in range(count)])
 
 
-def told(image: Tensor) -> tuple[int, int, int]:
+def contents(image: Tensor) -> tuple[int, int, int]:
     for turn in range(4):
         back = torch.rot90(image[0], -turn)
         if back[0, 0] > 0 and back[0, 1] > 0:
@@ -324,7 +324,7 @@ def test_episode(ways: int, shots: int) -> None:
         assert xs.shape == (3, shots * ways, 1, 28, 28)
         assert yq.shape == (3, 15 * ways)
         for i in range(3):
-            support, query = [told(x) for x in xs[i]], [told(x) for x in xq[i]]
+            support, query = [contents(x) for x in xs[i]], [contents(x) for x in xq[i]]
             assert not set(support) & set(query)
             assert len(set(support)) == shots * ways
             assert len(set(query)) == 15 * ways

@@ -120,8 +120,10 @@ def test_a_growing_record_is_followed_and_ended(tmp_path: Path) -> None:
 def test_trials_and_reproductions_have_events_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["run.rounds=2", "run.q=1", "evaluation.every=1", "partition.clients=2"]
     cli.tune_("demo", small, ["fedavg"], 2, 1, tmp_path / "tuned", True)
-    told = sorted(p.parent.relative_to(tmp_path / "tuned").as_posix() for p in (tmp_path / "tuned").rglob("events.*"))
-    assert told == ["tensorboard/fedavg/trial-000", "tensorboard/fedavg/trial-001"]
+    written = sorted(
+        p.parent.relative_to(tmp_path / "tuned").as_posix() for p in (tmp_path / "tuned").rglob("events.*")
+    )
+    assert written == ["tensorboard/fedavg/trial-000", "tensorboard/fedavg/trial-001"]
     # A reproduction's runs are elsewhere: those of the tuning take their place here.
     evidence = Evidence("fcsg-table2", "quick", meta={"folders": {"CIFAR-10": "tuned/fedavg"}})
     monkeypatch.setattr(run, "reproduce", lambda *words, **more: (evidence, tmp_path / "place"))

@@ -84,7 +84,7 @@ def history(*rows: tuple[int, float | None], scale: int = 1) -> list[dict[str, A
 # ------------------------------------------------------------------------------------------ numbers and text
 
 
-def test_a_table_tells_means_deviations_and_costs() -> None:
+def test_a_table_shows_means_deviations_and_costs() -> None:
     runs = {
         "a": [history((0, 0.1), (1, 0.7), (2, 0.5)), history((0, 0.1), (1, 0.2), (2, 0.7))],
         "b": [history((0, 0.1), (1, None), (2, 0.8), scale=1000)],
@@ -241,7 +241,7 @@ def test_long_curves_are_thinned_and_keep_their_end() -> None:
 # ----------------------------------------------------------------------------------------- directories of runs
 
 
-def test_the_page_of_a_run_tells_what_its_record_holds(runs: tuple[Path, list[MethodResult]]) -> None:
+def test_the_page_of_a_run_shows_its_record(runs: tuple[Path, list[MethodResult]]) -> None:
     place, outcomes = runs[0] / "fcsg-m" / "seed-0", runs[1]
     page = page_of_run(place)
     end = outcomes[1].histories[0][-1]
@@ -293,12 +293,12 @@ class Browser:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run"]
         command = [program, *options, f"--user-data-dir={self.folder}", "about:blank"]
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        told, deadline = Path(self.folder) / "DevToolsActivePort", time.monotonic() + 60
-        while not told.exists() or "\n" not in told.read_text():
+        port, deadline = Path(self.folder) / "DevToolsActivePort", time.monotonic() + 60
+        while not port.exists() or "\n" not in port.read_text():
             assert self.process.poll() is None, "Chromium ended at once."
             assert time.monotonic() < deadline, "Chromium does not answer."
             time.sleep(0.05)
-        pages = json.load(urllib.request.urlopen(f"http://127.0.0.1:{told.read_text().splitlines()[0]}/json/list"))
+        pages = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port.read_text().splitlines()[0]}/json/list"))
         from websockets.sync.client import connect
 
         address = next(p["webSocketDebuggerUrl"] for p in pages if p["type"] == "page")
@@ -358,15 +358,18 @@ class Browser:
         self.run("1")
         found = []
         for event in self.events:
-            method, told = event["method"], event["params"]
+            method, params = event["method"], event["params"]
             if method == "Runtime.exceptionThrown":
-                found.append(str(told["exceptionDetails"]))
-            elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning"):
-                found.append(str(told["args"]))
-            elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-                found.append(told["entry"]["text"])
-            elif method == "Network.requestWillBeSent" and told["request"]["url"].split(":")[0] not in ("file", "data"):
-                found.append(f"request of {told['request']['url']}")
+                found.append(str(params["exceptionDetails"]))
+            elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
+                found.append(str(params["args"]))
+            elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+                found.append(params["entry"]["text"])
+            elif method == "Network.requestWillBeSent" and params["request"]["url"].split(":")[0] not in (
+                "file",
+                "data",
+            ):
+                found.append(f"request of {params['request']['url']}")
         return found
 
     def close(self) -> None:
@@ -453,12 +456,12 @@ def test_hovering_shows_the_values_of_the_record(
     assert browser.run(TIP) == ""
     rounds = len(browser.run(f"{PLOT}.data[0]")) - 1
     browser.mouse(AREA, 8 / rounds, 0.5)
-    told = browser.run(TIP)
-    assert "round 8" in told
+    tip = browser.run(TIP)
+    assert "round 8" in tip
     for outcome in runs[1]:
         values = [next(r["ap"] for r in h if r["round"] == 8) for h in outcome.histories]
-        assert outcome.method in told
-        assert f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}" in told
+        assert outcome.method in tip
+        assert f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}" in tip
     browser.mouse("h1")
     assert browser.run(TIP) == ""
 

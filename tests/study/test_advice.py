@@ -13,7 +13,7 @@ import torch
 from nestfed_papers.toys import MinimaxToy
 from numpy.testing import assert_allclose
 
-from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier
+from nestfed import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 from nestfed.algorithms import METHODS, build
 from nestfed.core import Differentiable, NestfedError, Saddle
 from nestfed.data.clients import Examples
@@ -42,6 +42,17 @@ def test_a_choice_fits_the_problem_and_has_a_reason(objective: str, partial: boo
     if partial:
         assert not method.private or objective in ("maml",)
     build(method, **method.usual(0.1, rounds=rounds, q=10)).ends_round(0, 10)
+
+
+def test_the_choices_are_those_in_bold_in_the_table_of_the_guide() -> None:
+    page = (Path(__file__).parents[2] / "docs/choosing.md").read_text(encoding="utf-8")
+    estimators = (FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax)
+    for estimator in estimators:
+        (row,) = re.findall(rf"^\|[^|]*\| `{estimator.__name__}` \|([^|]*)\|([^|]*)\|", page, re.MULTILINE)
+        everybody, some = (re.findall(r"\*\*`([a-z-]+)`\*\*", cell) for cell in row)
+        chosen = [choose(estimator.kind, rounds=rounds).name for rounds in (10, 9)]
+        assert list(dict.fromkeys(chosen)) == everybody
+        assert [choose(estimator.kind, rounds=10, partial=True).name] == some
 
 
 def test_an_unknown_objective_is_refused() -> None:

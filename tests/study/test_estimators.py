@@ -372,6 +372,28 @@ def test_mistakes_are_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("kind", BINARY)
+def test_a_warm_up_by_fedavg_on_cross_entropy(kind: Any, tmp_path: Path) -> None:
+    """It is the same as training the warm-up first and handing its module over."""
+    sites, (x, y) = cancer()
+    module = nn.Linear(30, 1)
+    first = FederatedClassifier(module, method="fedavg", rounds=3, q=5).fit(sites)
+    whole = kind(module, rounds=7, warm_up=3, q=5).fit(sites, eval_set=(x, y))
+    assert [r["round"] for r in whole.history_] == list(range(8))
+    assert (
+        "The first 3 of its 7 rounds trained cross-entropy by FedAvg" in whole.report(tmp_path / "a.html").read_text()
+    )
+    second = kind(first.module_, rounds=4, q=5, method=whole.method_).fit(sites)
+    assert_array_equal(whole.decision_function(x), second.decision_function(x))
+    whole.save(tmp_path / "m")
+    assert kind.load(tmp_path / "m", nn.Linear(30, 1)).warm_up == 3
+    assert clone(whole).warm_up == 3
+    with pytest.raises(NestfedError, match="warm_up=7 leaves none of the 7 rounds"):
+        kind(rounds=7, warm_up=7).fit(sites)
+    with pytest.raises(NestfedError, match="warm_up must be a whole number of at least 0, not -1"):
+        kind(warm_up=-1).fit(sites)
+
+
+@pytest.mark.parametrize("kind", BINARY)
 def test_saved_and_loaded(kind: Any, tmp_path: Path) -> None:
     sites, (x, _) = cancer()
     text = [(a, np.where(b == 1, "malignant", "benign")) for a, b in sites]
@@ -545,8 +567,8 @@ def test_a_step_size_of_our_own_that_diverges_is_made_smaller(times: float, monk
     sites, test = cancer(2)
     found = FederatedAUC(**QUICK).fit(sites)
     assert found.score(*test) > 0.95
-    (told,) = [hint for hint in found.hints_ if "diverged" in hint]
-    assert f"so {found.lr_:.3g} was used" in told
+    (found_hint,) = [hint for hint in found.hints_ if "diverged" in hint]
+    assert f"so {found.lr_:.3g} was used" in found_hint
 
 
 @pytest.mark.parametrize("times", [1.0, 1000.0])

@@ -285,6 +285,26 @@ def test_mistakes_in_the_call(files: list[Path], tmp_path: Path) -> None:
         read_sites(same, "malignant")
 
 
+def test_another_output_is_not_overwritten(files: list[Path], tmp_path: Path) -> None:
+    """Before any work: a file, a directory of something else, a model of another objective."""
+
+    def refused(out: Path, sentence: str) -> None:
+        words = ["train", *map(str, files), "--target", "malignant", "--objective", "auprc", "--out", str(out)]
+        result = CliRunner().invoke(app, words)
+        assert isinstance(result.exception, NestfedError)
+        assert sentence in str(result.exception)
+
+    (tmp_path / "file").write_text("mine")
+    refused(tmp_path / "file", "file is a file; choose another directory with --out.")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "record.jsonl").write_text("")
+    refused(tmp_path / "run", "run is not empty and contains no model of `nestfed train`; choose another directory")
+    (tmp_path / "old" / "model").mkdir(parents=True)
+    (tmp_path / "old" / "MODEL_CARD.md").write_text("")
+    (tmp_path / "old" / "model" / "table.json").write_text('{"target": "malignant", "objective": "auroc"}')
+    refused(tmp_path / "old", "old contains a model for auroc of 'malignant'; choose another directory with --out.")
+
+
 def test_a_site_of_one_class_is_accepted_and_reported(files: list[Path], tmp_path: Path) -> None:
     paths = broken(files, tmp_path, 1, lambda f: f[f["malignant"] == 0])
     options = [
@@ -301,9 +321,9 @@ def test_a_site_of_one_class_is_accepted_and_reported(files: list[Path], tmp_pat
     ]
     result = CliRunner().invoke(app, ["train", *map(str, paths), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    (told,) = [line for line in result.output.splitlines() if line.startswith("warning:")]
-    assert "Site beta has fewer than 5 positives" in told
-    assert told.endswith("docs/warnings.md#few-positives.")
+    (line_shown,) = [line for line in result.output.splitlines() if line.startswith("warning:")]
+    assert "Site beta has fewer than 5 positives" in line_shown
+    assert line_shown.endswith("docs/warnings.md#few-positives.")
 
 
 def test_classes_are_put_in_order(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def tiny() -> dict[str, bytes]:
 
 
 def cached(folder: Path, content: bytes) -> Any:
-    """An index and an array, both mutated, the checksums mended so that the array is really read."""
+    """An index and an array, both mutated, the checksums corrected so that the array is really read."""
     half = len(content) // 2
     (folder / "x.npy").write_bytes(content[half:])
     body = content[:half].decode("utf-8", "replace").replace("SUM", str(zlib.crc32(content[half:])))

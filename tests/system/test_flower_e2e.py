@@ -281,7 +281,7 @@ def test_local_leaves_no_process_behind(how: signal.Signals, tmp_path: Path) -> 
         env={**os.environ, key: value},
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that started these tests in the background has told all its children to ignore Ctrl-C.
+        # A shell that started these tests in the background makes all its children ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     logs = tmp_path / "run" / "flower" / "logs"

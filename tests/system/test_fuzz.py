@@ -128,16 +128,16 @@ def attack(name: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch)
     for i in range(total):
         luck = random.Random(f"{name} {i}")
         content = mutated(luck.choice(target.seeds), luck)
-        told = ""
+        message = ""
         try:
             with watched(inside):
                 target.read(inside, content)
         except NestfedError as error:
-            told = str(error)
+            message = str(error)
         except BaseException as error:
             raise AssertionError(f"{name}, input {i}: {type(error).__name__}: {error}\n{content[:400]!r}") from error
-        assert "\n" not in told, f"{name}, input {i}: {told}"
-        assert len(told) < 2000, f"{name}, input {i}: a sentence of {len(told)} characters"
+        assert "\n" not in message, f"{name}, input {i}: {message}"
+        assert len(message) < 2000, f"{name}, input {i}: a sentence of {len(message)} characters"
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
     assert grown < MEMORY, f"{name} took {grown:,} bytes"
     assert [p.name for p in folder.iterdir()] == ["inside"]
@@ -227,7 +227,7 @@ def test_experiments_of_any_shape(found: dict[str, Any]) -> None:
                 search_space(study, name)
 
 
-# --- what was found in this way, each mended where it came from ---
+# --- defects that fuzzing found ---
 
 
 @pytest.mark.parametrize(

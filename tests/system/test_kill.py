@@ -186,8 +186,8 @@ def test_nobody_is_left_behind(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     workers: list[int] = []
     while len(workers) < 2 and time.monotonic() < deadline:
-        told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-        workers = [int(p) for p in told.stdout.split()]
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+        workers = [int(p) for p in children.stdout.split()]
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     ended(pid)
@@ -215,7 +215,7 @@ def test_what_a_killed_process_was_writing_is_swept_away(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("limit", [0, 700, 20_000])
 def test_a_disk_that_takes_no_more(limit: int, tmp_path: Path) -> None:
-    """No file may grow beyond a limit: the run stops with a sentence, and goes on when there is room again."""
+    """No file may grow beyond a limit: the run stops with a sentence, and resumes when there is room again."""
 
     def cramped() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -237,11 +237,11 @@ def test_a_disk_that_takes_no_more(limit: int, tmp_path: Path) -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
-    told = subprocess.run(
+    mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=28k", "none", str(place)], capture_output=True, text=True, check=False
     )
-    if told.returncode:
-        pytest.skip(f"this process may not mount a small disk: {told.stderr.strip()}")
+    if mounted.returncode:
+        pytest.skip(f"this process may not mount a small disk: {mounted.stderr.strip()}")
     yield place
     subprocess.run(["umount", str(place)], check=False)
 
@@ -284,9 +284,9 @@ def test_a_read_only_directory(what: str, tmp_path: Path) -> None:
         act(out)
 
     assert ended(forked(read_only, tmp_path / "log")) == 2
-    told = (tmp_path / "log").read_text()
-    assert told.startswith("Cannot ")
-    assert told.rstrip().endswith("Permission denied.")
+    log = (tmp_path / "log").read_text()
+    assert log.startswith("Cannot ")
+    assert log.rstrip().endswith("Permission denied.")
     assert not list(place.iterdir())
     place.chmod(0o755)
     assert ended(forked(lambda: act(out), tmp_path / "log")) == 0
@@ -322,10 +322,10 @@ def read_damaged(folder: Path, every: int) -> int:
     tried = 0
     for damaged in damages(content, every):
         newest.write_bytes(damaged)
-        found, told = checkpoint.read(folder, fingerprint, torch.device("cpu"))
+        found, skipped = checkpoint.read(folder, fingerprint, torch.device("cpu"))
         assert found is not None
         assert found.state.round == 2
-        assert told == [f"{newest} is damaged and was skipped."]
+        assert skipped == [f"{newest} is damaged and was skipped."]
         tried += 1
     newest.write_bytes(content)
     assert checkpoint.read(folder, fingerprint, torch.device("cpu"))[0].state.round == 3  # type: ignore[union-attr]
@@ -346,9 +346,9 @@ def test_a_run_without_valid_checkpoints_says_so(tmp_path: Path) -> None:
     whole = run_to(tmp_path, 3)
     for path in tmp_path.glob("round-*"):
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="damaged") as told:
+    with pytest.warns(UserWarning, match="damaged") as caught:
         again = run_to(tmp_path, 3)
-    assert str(told[-1].message) == f"No valid checkpoint is left in {tmp_path}: the run starts from the beginning."
+    assert str(caught[-1].message) == f"No valid checkpoint is left in {tmp_path}: the run starts from the beginning."
     assert torch.equal(again.x, whole.x)
     for path in tmp_path.glob("round-*"):
         path.unlink()
@@ -356,7 +356,7 @@ def test_a_run_without_valid_checkpoints_says_so(tmp_path: Path) -> None:
         run_to(tmp_path, 3)
 
 
-def test_a_made_up_checkpoint_is_no_state(tmp_path: Path) -> None:
+def test_a_made_up_checkpoint_is_not_a_state(tmp_path: Path) -> None:
     """Its digest is right, its content is not: it is passed over by name, whatever is wrong with it."""
     import hashlib
 
@@ -397,7 +397,7 @@ def test_a_made_up_checkpoint_is_no_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["3", "[]", '{"rounds": 3}', '{"round": "x"}', "[" * 100_000, "\x00"])
-def test_a_line_that_is_no_record_is_named(text: str, tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_record_is_named(text: str, tmp_path: Path) -> None:
     run_to(tmp_path, 3)
     path = tmp_path / "record.jsonl"
     lines = path.read_text().splitlines()

@@ -196,9 +196,9 @@ def test_a_torch_file_as_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"x": Bomb()}, buffer)
     content = buffer.getvalue()
     (tmp_path / f"round-00000001-{hashlib.sha256(content).hexdigest()[:16]}.safetensors").write_bytes(content)
-    found, told = checkpoint.read(tmp_path, "any", torch.device("cpu"))
+    found, skipped = checkpoint.read(tmp_path, "any", torch.device("cpu"))
     assert found is None
-    assert "cannot be read" in told[0]
+    assert "cannot be read" in skipped[0]
 
 
 EVIL = "import pathlib; pathlib.Path(__file__).with_name('fired').touch()"
@@ -253,5 +253,5 @@ assert len(result.history) == 2
 
 @pytest.mark.slow
 def test_the_core_needs_no_extra() -> None:
-    told = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -70,12 +70,12 @@ def test_no_extra_is_there_and_none_is_needed(fresh: Fresh) -> None:
     absent = f"import importlib.util as u; print([m for m in {EXTRAS} if u.find_spec(m)])"
     assert fresh.run("python", "-c", absent).stdout.strip() == "[]"
     assert "fcsg-m" in fresh.nestfed("list")
-    told = fresh.nestfed("run", "study.toml", "--out", "one")
-    assert "report.html" in told
-    assert "plot.png" not in told
-    told = fresh.nestfed("compare", "study.toml", "--seeds", "2", "--out", "two")
-    assert "fedavg" in told
-    assert "curves" not in told
+    output = fresh.nestfed("run", "study.toml", "--out", "one")
+    assert "report.html" in output
+    assert "plot.png" not in output
+    output = fresh.nestfed("compare", "study.toml", "--seeds", "2", "--out", "two")
+    assert "fedavg" in output
+    assert "curves" not in output
     assert (fresh.place / "two" / "report.html").stat().st_size > 10_000
 
 
@@ -87,10 +87,10 @@ def test_the_papers_are_not_in_it(fresh: Fresh) -> None:
     assert not any(word in n for n in names for word in ("papers", "reproduc", "claims"))
     assert "No such command 'reproduce'" in fresh.refused("reproduce", "fmgda-figure1")
     assert "no experiment file 'fcsg-figure1'" in fresh.refused("run", "fcsg-figure1")
-    told = fresh.nestfed("list")
-    assert re.search(r"Experiments: demo\s*$", told)
-    assert re.search(r"Problems: classify, auroc, auprc, invariant\s*$", told, re.MULTILINE)
-    assert re.search(r"Networks: mlp, resnet18\s*$", told, re.MULTILINE)
+    output = fresh.nestfed("list")
+    assert re.search(r"Experiments: demo\s*$", output)
+    assert re.search(r"Problems: classify, auroc, auprc, invariant\s*$", output, re.MULTILINE)
+    assert re.search(r"Networks: mlp, resnet18\s*$", output, re.MULTILINE)
 
 
 def test_what_an_extra_is_for_says_its_name(fresh: Fresh) -> None:
@@ -131,9 +131,9 @@ def test_train_on_four_tables(fresh: Fresh, hospitals: Path) -> None:
     files = sorted(map(str, hospitals.glob("*.csv")))
     assert len(files) == 4
     began = time.monotonic()
-    told = fresh.nestfed("train", *files, "--target", "disease", "--objective", "auroc", "--out", "heart")
+    output = fresh.nestfed("train", *files, "--target", "disease", "--objective", "auroc", "--out", "heart")
     assert time.monotonic() - began < 60
-    assert "report.html" in told
+    assert "report.html" in output
     assert (fresh.place / "heart" / "MODEL_CARD.md").exists()
     fresh.nestfed("predict", "heart", files[0], "--out", "chances.csv")
     assert len((fresh.place / "chances.csv").read_text().splitlines()) > 100
@@ -155,5 +155,5 @@ def test_mistakes_in_tables_are_reported_in_a_sentence(fresh: Fresh, hospitals: 
     words = first.astype(object)
     words.loc[3, words.columns[0]] = "sixty-three"
     words.to_csv(fresh.place / "words.csv", index=False)
-    told = fresh.refused("train", str(fresh.place / "words.csv"), *files[1:], "--target", "disease")
-    assert "holds the text 'sixty-three' in line 5" in told
+    output = fresh.refused("train", str(fresh.place / "words.csv"), *files[1:], "--target", "disease")
+    assert "holds the text 'sixty-three' in line 5" in output

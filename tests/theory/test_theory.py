@@ -154,7 +154,7 @@ def test_fafed_by_hand():
     ]
     assert list(p.bound().terms.values()) == pytest.approx(expected)
     assert adaptive.fafed_gradient_bound(p) == pytest.approx(4 * math.sqrt(0.16 + 9 + 0.25) * math.sqrt(sum(expected)))
-    # the printed right-hand side of Theorem 2, with its two slips mended, is an upper bound of this one
+    # the printed right-hand side of Theorem 2, with its two slips corrected, is an upper bound of this one
     unit = (N_T := 8 * T) ** (-2 / 3)
     assert N_T == 512_000
     first = (12 * 2 * q / T + 2 * unit) / 0.25 * 0.7
@@ -353,7 +353,7 @@ def test_lines(name):
 
 
 def test_prescribe_answers_mistakes_in_one_sentence():
-    def told(*args, **kwargs):
+    def refusal(*args, **kwargs):
         with pytest.raises(NestfedError) as caught:
             prescribe(*args, **kwargs)
         message = str(caught.value)
@@ -361,19 +361,19 @@ def test_prescribe_answers_mistakes_in_one_sentence():
         assert "\n" not in message
         return message
 
-    assert "did you mean fcsg" in told("fcgs", N=1, T=1)
-    assert "choose " in told("zzz", N=1, T=1)
-    assert "needs N and T; optional constants are b=1" in told("fcsg")
-    assert "needs T;" in told("fafed", N=3)
-    assert "did you mean sigma?" in told("fafed", N=3, T=3, sigmas=1)
-    assert "whole number" in told("fcsg", N=2.5, T=10)
-    assert "whole number" in told("fcsg", N=0, T=10)
-    assert "positive" in told("fcsg", N=1, T=10, L_f=0)
-    assert "at least 0" in told("fcsg", N=1, T=10, sigma_g=-1)
-    assert "finite" in told("fcsg", N=1, T=10, F0=math.nan)
-    assert "finite" in told("fcsg", N=1, T=10, F0="1")
-    assert "both" in told("fcsg", N=1, T=10, S_f=0, S_g=0)
-    assert "sigma > 0" in told("stem", N=1, T=10, sigma=0)
+    assert "did you mean fcsg" in refusal("fcgs", N=1, T=1)
+    assert "choose " in refusal("zzz", N=1, T=1)
+    assert "needs N and T; optional constants are b=1" in refusal("fcsg")
+    assert "needs T;" in refusal("fafed", N=3)
+    assert "did you mean sigma?" in refusal("fafed", N=3, T=3, sigmas=1)
+    assert "whole number" in refusal("fcsg", N=2.5, T=10)
+    assert "whole number" in refusal("fcsg", N=0, T=10)
+    assert "positive" in refusal("fcsg", N=1, T=10, L_f=0)
+    assert "at least 0" in refusal("fcsg", N=1, T=10, sigma_g=-1)
+    assert "finite" in refusal("fcsg", N=1, T=10, F0=math.nan)
+    assert "finite" in refusal("fcsg", N=1, T=10, F0="1")
+    assert "both" in refusal("fcsg", N=1, T=10, S_f=0, S_g=0)
+    assert "sigma > 0" in refusal("stem", N=1, T=10, sigma=0)
     with pytest.raises(NestfedError, match="not 'gamma'"):
         prescribe("fcsg", N=1, T=10).replace(gamma=1.0)
     with pytest.raises(NestfedError, match="q must be"):

@@ -60,7 +60,7 @@ USUAL: Settings = {
     "outcome": "last",  # or uniform, best
     "judge": "",  # the metric for best: norm or -norm
     "evaluate_every": 1,
-    "folder": None,  # for the record and checkpoints; a run goes on from what it finds there
+    "folder": None,  # for the record and checkpoints; a run resumes from what it finds there
 }
 
 
@@ -80,7 +80,7 @@ def simulated(settings: Settings) -> Values:
     method = algorithms.build(s["method"], **s["hyper"])
     if s["sick"]:
         clients = _Sick(clients, *s["sick"])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = simulate(
             problem,
@@ -110,7 +110,7 @@ def simulated(settings: Settings) -> Values:
     if s["noise"]:
         values["epsilon"] = float(re.search(r"ε = ([\d.e+-]+|inf) at", result.privacy)[1])  # type: ignore[index]
     if s["sick"]:
-        values["warnings"] = len(told)
+        values["warnings"] = len(caught)
     return values
 
 
@@ -265,8 +265,8 @@ def divided(labels: Sequence[int], clients: int, seed: int) -> Values:
 # Experiments: the same functions as the commands `run`, `tune` and `compare`
 
 
-def carried_out(tables: Settings) -> Values:
-    """Carry out an experiment; return its record and its model."""
+def run_experiment(tables: Settings) -> Values:
+    """Run an experiment; return its record and its model."""
     from safetensors.torch import load_file
 
     from nestfed.experiment.run import run
@@ -285,7 +285,7 @@ def tuned(tables: Settings, methods: Sequence[str], trials: int) -> Values:
     from nestfed.experiment.tune import tune
 
     with tempfile.TemporaryDirectory() as folder:
-        metric, found = tune(from_tables(tables), methods, Path(folder) / "tuning", trials=trials, workers=1)
+        metric, found = tune(from_tables(tables), methods, Path(folder) / "tuning", trials=trials, extend=0, workers=1)
     return {
         "metric": metric.name,
         "methods": {
@@ -308,7 +308,7 @@ def compared(tables: Settings, methods: Sequence[str], seeds: int, trials: int) 
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "comparison"
-        metric, outcomes = compare(from_tables(tables), methods, seeds, out, trials=trials, workers=1)
+        metric, outcomes = compare(from_tables(tables), methods, seeds, out, trials=trials, extend=0, workers=1)
     return {
         "metric": metric.name,
         "methods": {

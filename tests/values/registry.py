@@ -96,7 +96,7 @@ def plain(value: Any, *, whole: bool = False) -> Any:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise TypeError(f"A case gave a {type(value).__name__}, which is no plain value.")
+    raise TypeError(f"A case gave a {type(value).__name__}, not a plain value.")
 
 
 def _summed_up(array: np.ndarray) -> dict[str, Any]:

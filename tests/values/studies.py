@@ -65,7 +65,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 for name, tables in EXPERIMENTS.items():
-    case(f"experiments/{name}", tolerance=SINGLE)(partial(adapter.carried_out, tables))
+    case(f"experiments/{name}", tolerance=SINGLE)(partial(adapter.run_experiment, tables))
 
 STUDY = experiment(
     AUPRC,

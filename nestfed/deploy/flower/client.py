@@ -13,6 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from nestfed.algorithms.buffered import with_buffers
 from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
 from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.messages import (
@@ -181,7 +182,8 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
     plan = found[0]
     n = node.place.n
     made = Made(study.make(), lambda model: {}) if isinstance(study, Custom) else at_site(study, node.place, plan)
-    problem, method = made.assembly.problem, made.assembly.algorithm
+    problem = made.assembly.problem
+    method = with_buffers(problem, made.assembly.algorithm, study.evaluation.keep)
     clients = as_clients(made.assembly.clients).seeded(run.seed)
     received = {
         k: v.to(problem.x0.dtype)
@@ -194,7 +196,7 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
     reply = RecordDict({"answer": stamp_of(study, token=token, client=n, round=order.round)})
     if words["evaluate"]:
         with torch.no_grad():
-            reply["tally"] = number_record(made.tally(problem.bind(received[method.point])))
+            reply["tally"] = number_record(made.tally(problem.bind(method.solution(received, {}))))
     if training:
         problem.inspect(first_batch(problem, clients, run.seed, n))  # it may draw random numbers
         template = method.init(problem, problem.x0)

@@ -20,6 +20,7 @@ from torch import Tensor
 from nestfed.core import Fields, NestfedError, __version__
 from nestfed.data.clients import Totals
 from nestfed.data.encoding import Schema, Sums, TableEncoding, schema_from_json, schema_to_json
+from nestfed.deploy.app import reject_warm_up
 from nestfed.deploy.flower.gate import RejectedError
 from nestfed.engine.encode import Encoding, squeeze
 from nestfed.engine.options import Evaluation, Exchange, Execution
@@ -71,11 +72,12 @@ class Custom:
 
 def study_of(source: Any) -> Any:
     """Read an experiment file; return an `Experiment` or `Custom` unchanged."""
-    if isinstance(source, str | Path):
-        from nestfed.experiment.spec import read
+    from nestfed.experiment.spec import Experiment, read
 
-        return read(source)
-    return source
+    study = read(source) if isinstance(source, str | Path) else source
+    if isinstance(study, Experiment):
+        reject_warm_up(study)
+    return study
 
 
 def as_record(fields: Mapping[str, Tensor]) -> ArrayRecord:

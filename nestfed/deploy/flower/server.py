@@ -15,6 +15,7 @@ import torch
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
+from nestfed.algorithms.buffered import BUFFERS, with_buffers
 from nestfed.core import NestfedError, refuse_mismatch
 from nestfed.deploy.flower.federation import Flower
 from nestfed.deploy.flower.gate import RejectedError
@@ -68,7 +69,8 @@ class Coordinator:
         plan, token = self.plan()
         made = study.make() if isinstance(study, Custom) else at_coordinator(study, plan)
         sites_evaluate = not isinstance(study, Custom) and isinstance(study.problem, Labelled)
-        problem, method, exchange = made.problem, made.algorithm, study.exchange
+        problem, exchange = made.problem, study.exchange
+        method = with_buffers(problem, made.algorithm, study.evaluation.keep)
         _check(problem, method, study, setup.sites)
         flower = Flower(self.roster, plan, token, method, exchange, sites_evaluate=sites_evaluate)
         noise = Noise.plan(exchange, setup.sites)
@@ -83,7 +85,7 @@ class Coordinator:
 
         def judge(state: RunState) -> Mapping[str, float]:
             with torch.no_grad():
-                found = made.evaluate(problem.bind(state.shared[method.point]))
+                found = made.evaluate(problem.bind(method.solution(state.shared, {})))
             return {k: float(v) for k, v in found.items()}
 
         weights = (lambda: sum(float(f.examples) for f in self.roster.facts.values())) if flower.weight else None
@@ -94,14 +96,14 @@ class Coordinator:
         )  # fmt: skip
         # A site keeps only a few versions of its private fields, so write a checkpoint every round.
         book = RunDirectory(
-            setup.out, f"{study.digest()} {token}", flower, point=method.point, rounds=study.run.rounds,
+            setup.out, f"{study.digest()} {token}", flower, method=method, rounds=study.run.rounds,
             evaluation=evaluation, checkpoint_every=1, warn=self.roster.note,
         )  # fmt: skip
         state = RunState.start(method, method.init(problem, problem.x0), setup.sites)
         state = book.resume(state, torch.device("cpu"), grow=True)
         with book, torch.no_grad():
             loop.drive(run, state, flower, book)
-        self._finish(made, state.outcome(method.point, evaluation.keep), book)
+        self._finish(made, state.outcome(method.solution(state.shared, {}), evaluation.keep), book)
 
     # -- before the first round
 
@@ -167,6 +169,11 @@ def _check(problem: Any, method: Any, study: Any, sites: int) -> None:
     """Reject what cannot be deployed."""
     refuse_mismatch(problem, method)
     study.exchange.check(sites)
+    if BUFFERS in method.private:
+        raise NestfedError(
+            "buffers = 'private' keeps running statistics at the sites, so the coordinator would have no complete model: use "
+            "'average' for a deployment."
+        )
     if study.exchange.failures:
         raise NestfedError("exchange.failures simulates failures; set it to 0 for a deployment.")
     if method.single and sites > 1:

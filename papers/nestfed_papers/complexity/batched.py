@@ -52,7 +52,7 @@ def run(
     rules = Rules(problem, algorithm, Exchange(), len(clients))
     plan, evaluation = Plan(rules, T_rounds, q, 0, Evaluation()), Evaluation()
     book = RunDirectory(
-        None, "", federation, point=algorithm.point, rounds=T_rounds, evaluation=evaluation, checkpoint_every=T_rounds
+        None, "", federation, method=algorithm, rounds=T_rounds, evaluation=evaluation, checkpoint_every=T_rounds
     )
     values, reach = [], 0.0
     with torch.no_grad():

@@ -30,7 +30,7 @@ def _passive(table: Tensor, fresh: Tensor, count: int, k: int, batch: Batch, str
     """
     rows = table.flatten(0, 1)
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])  # the pool may be empty
-    chance = rows[:, -1] * torch.cat([fresh.repeat_interleave(table.shape[1]), fresh.new_zeros(1)])
+    chance = rows[:, -1].clamp_min(0) * torch.cat([fresh.repeat_interleave(table.shape[1]), fresh.new_zeros(1)])
     if k == 0:
         share = chance / torch.where(chance.sum() > 0, chance.sum(), 1)
         return Passive(rows[:, :-1].expand(count, -1, -1), share.expand(count, -1))

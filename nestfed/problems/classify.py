@@ -18,9 +18,9 @@ from nestfed.problems.objective import Labelled
 
 def cross_entropy(model: Model, batch: Data) -> Tensor:
     """Return the mean cross-entropy of logits; a model with one score per example is a binary classifier."""
-    x, y = batch
-    if not isinstance(y, Tensor):
+    if len(batch) != 2 or not isinstance(batch[1], Tensor):
         raise NestfedError("classify needs batches (x, y) from Examples clients, not pairs (outer, inner).")
+    x, y = batch
     logits = model(x)
     if logits.dim() == 1:
         return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))

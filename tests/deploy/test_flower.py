@@ -653,12 +653,15 @@ def test_wrong_node_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 # Labelled examples
 
 
+SIZES = {"auprc": {"outer": 3, "inner": 8}, "paired-auroc": {"first": 4}, "paired-ap": {"first": 4}}
+
+
 def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **sections: Any) -> Experiment:
     tables: dict[str, Any] = {
         "data": {"name": "digits", "binary": problem != "classify", "validation": 0.2},
         "partition": {"kind": "dirichlet", "clients": 4, "alpha": 0.3},
         "model": {"name": "mlp", "hidden": [8]},
-        "problem": {"name": problem, **({"outer": 3, "inner": 8} if problem == "auprc" else {"batch": 10})},
+        "problem": {"name": problem, **SIZES.get(problem, {"batch": 10})},
         "algorithm": algorithm,
         "run": {"rounds": rounds, "q": 4, "seed": 3},
         "evaluation": {"every": 2},
@@ -676,6 +679,8 @@ def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **section
         ("auroc", {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, {}, "clients"),
         ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}, {}, "central"),
         ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}, {}, "clients"),
+        ("paired-auroc", {"name": "fedxl1", "eta": 0.05, "passive": 2}, {}, "central"),
+        ("paired-ap", {"name": "fedxl2", "eta": 0.05, "passive": 2}, {}, "clients"),
     ],
 )
 def test_a_data_set_in_parts(
@@ -1014,3 +1019,31 @@ def test_stopping_one_process_spares_its_namesakes(tmp_path: Path) -> None:
         processes.stop("site-1")
         assert processes.running["site-10"].poll() is None
     assert processes.running["site-10"].poll() is not None
+
+
+def test_pairs_across_sites_of_one_class(tmp_path: Path) -> None:
+    """Sites weight their rows by the totals of all sites, also a site without positives or without negatives."""
+    rng = np.random.default_rng(0)
+    sites = [(8, 8), (0, 12), (12, 0)]  # a quarter is held out
+    lines = ["a,b,y"]
+    for n, (positives, negatives) in enumerate(sites):
+        y = [1] * positives + [0] * negatives
+        rows = [f"{a:.4f},{b:.4f},{label}" for (a, b), label in zip(rng.normal(size=(len(y), 2)), y)]
+        (tmp_path / f"{n}.csv").write_text("\n".join([*lines, *rows]) + "\n")
+    experiment = from_tables(
+        {
+            "data": {"file": "x.csv", "target": "y", "classes": ["0", "1"], "test": 0.25},
+            "model": {"name": "mlp", "hidden": []},
+            "problem": {"name": "paired-auroc", "first": 10, "second": 10},
+            "algorithm": {"name": "fedxl1", "eta": 0.1, "passive": 0},
+            "run": {"rounds": 2, "q": 1},
+        }
+    )
+    grid = federation(experiment, tmp_path, 3)
+    for n in range(3):
+        grid.configs[100 + n]["data"] = str(tmp_path / f"{n}.csv")
+    coordinate(experiment, tmp_path, grid, sites=3)
+    state = checkpointed(tmp_path)
+    weights = [[float(v) for v in state[pool][:, :, -1].sum(1)] for pool in ("tables.pool1", "tables.pool2")]
+    np.testing.assert_allclose(weights[0], [10 * 3 * 0.75 * k / 15 for k, _ in sites], rtol=1e-5)
+    np.testing.assert_allclose(weights[1], [10 * 3 * 0.75 * k / 15 for _, k in sites], rtol=1e-5)

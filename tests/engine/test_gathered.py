@@ -196,3 +196,20 @@ def test_gate(flower: Any, tmp_path: Path, wrong: Tensor | None, sentence: str) 
     found = flower.checkpointed(tmp_path)
     assert found["tables.fresh"].tolist() == [1, 1, 0, 1]
     assert sentence in (tmp_path / "run" / "sites.log").read_text()
+
+
+def test_gate_keeps_wrong_scores_out_of_the_pool(flower: Any, tmp_path: Path) -> None:
+    """A site that sends NaN scores takes no part in the round, and nobody draws its scores in the next one."""
+
+    def tamper(client: int, round: int, reply: Message) -> Message:
+        if client == 2 and round == 2:
+            rows = {k: a.numpy().copy() for k, a in reply.content["gathered"].items()}
+            rows["first"][0, 0] = float("nan")
+            reply.content["gathered"] = ArrayRecord({k: Array(v) for k, v in rows.items()})
+        return reply
+
+    flower.deploy(flower.toy("fedxl1", 3), tmp_path, 5, tamper, min_sites=4)
+    assert "its first holds infinite or NaN" in (tmp_path / "run" / "sites.log").read_text()
+    found = flower.checkpointed(tmp_path)
+    assert found["tables.fresh"].tolist() == [1, 1, 1, 1, 1]  # it is back in round 3
+    assert torch.isfinite(found["shared.x"]).all()

@@ -21,5 +21,5 @@ def test_the_example_works_when_pasted() -> None:
 
 
 def test_every_method_is_named() -> None:
-    named = re.findall(r"`([a-z-]+)`", README[README.index("## Methods") :])
+    named = re.findall(r"`([a-z0-9-]+)`", README[README.index("## Methods") :])
     assert sorted(n for n in named if n in METHODS) == sorted(METHODS)

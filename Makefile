@@ -1,12 +1,13 @@
-# `make demo` and `make test` set up the environment first. All paths are relative to the repository.
+# Every target sets up what it needs first; `make demo` needs the least. All paths are relative to the repository.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+RUNS := $(VENV)/.runs
 
 .PHONY: demo docs lock test test-deploy test-wheel test-slow lint format complexity bench bench-peers clean
 
-demo: $(READY)
+demo: $(RUNS)
 	$(RUN) -m nestfed demo
 
 test: $(READY)
@@ -62,19 +63,29 @@ endef
 
 # Verify hashes of everything except torch, whose CPU and GPU builds share a version number.
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
-$(READY): pyproject.toml papers/pyproject.toml constraints.txt requirements.lock
+
+# What the library itself needs, for the demo.
+$(RUNS): constraints.txt requirements-run.lock
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(PIP) --require-hashes --no-deps -r requirements.lock
+	$(PIP) --require-hashes --no-deps -r requirements-run.lock
 	$(PIP) -c constraints.txt torch
+	touch $(RUNS)
+
+# The rest: extras, papers and tools for development.
+$(READY): $(RUNS) pyproject.toml papers/pyproject.toml requirements.lock
+	$(PIP) --require-hashes --no-deps -r requirements.lock
 	$(PIP) --no-deps --no-build-isolation -e . -e papers
 	touch $(READY)
 
-# Lock the newest versions that pyproject.toml and constraints.txt allow, with hashes.
+# Lock the newest versions that pyproject.toml and constraints.txt allow, with hashes. Set UV_FIND_LINKS to a folder with a
+# CPU build of torch; other builds need packages of their own.
+LOCK = $(RUN) -m uv pip compile pyproject.toml --generate-hashes --no-emit-package torch --no-emit-find-links --no-annotate \
+	--python-version 3.11.6 --custom-compile-command "make lock"
 lock:
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(PIP) uv
-	$(RUN) -m uv pip compile pyproject.toml --extra dev -c constraints.txt --generate-hashes --no-emit-package torch \
-		--no-emit-find-links --no-annotate --python-version 3.11.6 --custom-compile-command "make lock" -o requirements.lock
+	$(LOCK) --extra dev -c constraints.txt -o requirements.lock
+	$(LOCK) -c constraints.txt -c requirements.lock -o requirements-run.lock
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

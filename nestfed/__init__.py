@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from nestfed.experiment.direct import compare, sweep, tune
     from nestfed.models import held_out
     from nestfed.problems import Compositional, Conditional, Minimax, Minimize
+    from nestfed.problems.agnostic import Agnostic
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
@@ -155,6 +156,7 @@ _NAMES = {
         "Minimax",
         "Minimize",
     ),
+    "nestfed.problems.agnostic": ("Agnostic",),
     "nestfed.problems.auprc": ("AUPRC",),
     "nestfed.problems.auroc": ("AUROC",),
     "nestfed.problems.classify": ("Classify",),
@@ -197,6 +199,7 @@ __all__ = [
     "AdaFMGDA",
     "Adagrad",
     "Adam",
+    "Agnostic",
     "Alone",
     "Average",
     "BSpiderBoost",

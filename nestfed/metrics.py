@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from operator import add
@@ -27,8 +27,9 @@ Counts = npt.NDArray[np.int64]
 # ------------------------------------------------------------------------------------- direction by name
 
 
-_IN_RECORD = re.compile(r"(?:val_)?(.+?)(?:_\d+)?")
-"""How a record names a metric: val_auroc is measured on validation data, r2_5 after 5 inner steps of a meta-learner."""
+_IN_RECORD = re.compile(r"(?:val_)?(?:worst_)?(.+?)(?:_\d+)?")
+"""How a record names a metric: val_auroc is measured on validation data, worst_auroc is that of the worst client, r2_5 is
+measured after 5 inner steps of a meta-learner."""
 
 
 def find(metric: str | Metric) -> Metric:
@@ -357,10 +358,21 @@ def judge_pooled(
     log_odds: single scores are log-odds.
     """
     s, y = np.asarray(scores), np.asarray(labels)
-    each = [ScoreTotals.of(s[rows], y[rows], log_odds=log_odds) for rows in map(np.asarray, parts) if len(rows)]
-    if not each:
+    return pooled([ScoreTotals.of(s[rows], y[rows], log_odds=log_odds) for rows in map(np.asarray, parts) if len(rows)])
+
+
+def pooled(totals: Sequence[ScoreTotals]) -> dict[str, float]:
+    """Return the metrics over all clients from their totals, and as worst_NAME the worst client's.
+
+    A client for which a metric is undefined is not the worst.
+    """
+    if not totals:
         raise NestfedError("No client has examples to evaluate on.")
-    return reduce(add, each).metrics()
+    found, own = reduce(add, totals).metrics(), [client.metrics() for client in totals]
+    for name in [k for k in found if not k.endswith("_error")]:
+        known = [values[name] for values in own if not math.isnan(values.get(name, math.nan))]
+        found[f"worst_{name}"] = METRICS[name].worst(known) if known else math.nan
+    return found
 
 
 @lru_cache(maxsize=8)

@@ -132,11 +132,11 @@ def test_a_system_without_locks_is_refused_in_one_sentence(tmp_path: Path) -> No
     def work() -> None:
         sys.modules["fcntl"] = None  # type: ignore[assignment]
         main = importlib.import_module("nestfed.cli.main").main
-        for command in (["list"], ["compare", "demo", "--seeds", "1"], ["demo"]):
+        for command in (["list"], ["compare", "average-precision", "--seeds", "1"], ["demo"]):
             sys.argv = ["nestfed", *command]
             with contextlib.suppress(SystemExit):
                 main()
-        sys.argv = ["nestfed", "run", "demo", "algorithm.name=fcsg-m", "algorithm.alpha=1.0"]
+        sys.argv = ["nestfed", "run", "average-precision", "algorithm.name=fcsg-m", "algorithm.alpha=1.0"]
         main()
 
     said = in_new_process(work, tmp_path)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from nestfed.data.partition import Summary
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
 from nestfed.experiment.spec import Experiment
-from nestfed.metrics import ScoreHistogram, ScoreTotals
+from nestfed.metrics import ScoreHistogram, ScoreTotals, pooled
 from nestfed.problems.objective import Labelled
 
 Arrays = dict[str, np.ndarray]
@@ -179,7 +177,7 @@ def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
         held = [_share(h, place.n, agreement.clients) for h in (prepared.test, prepared.validation)]
     # Only this client is ever sampled, so the others can have the same rows.
     prepared = replace(prepared, parts=[rows] * agreement.clients, names=[str(n) for n in range(agreement.clients)])
-    if not bool((prepared.y[rows] == 1).any()):
+    if experiment.problem.binary and not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
     assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed, agreement.totals)
     log_odds = experiment.problem.log_odds
@@ -291,7 +289,7 @@ def pool(tallies: Sequence[Mapping[str, np.ndarray]]) -> Metrics:
     for prefix in ("", "val_"):
         totals = [_totals(t, prefix) for t in tallies if f"{prefix}histogram" in t or f"{prefix}sum.examples" in t]
         if totals:
-            found |= {prefix + k: v for k, v in reduce(add, totals).metrics().items()}
+            found |= {prefix + k: v for k, v in pooled(totals).items()}
     return found
 
 

@@ -45,6 +45,8 @@ class Assembly:
     """A model's scores of the test examples, and their labels; None unless each example has a single score."""
     validated: Callable[[Any], tuple[np.ndarray, np.ndarray]] | None = None
     """A model's scores of the validation examples, and their labels, if tuning may use them to judge noise."""
+    by_client: Callable[[Any], dict[str, Metrics]] | None = None
+    """A model's metrics on each client's test data, by the client's name, if clients hold them."""
     warm_up: WarmUp | None = None
 
     def evaluate(self, model: Any) -> Metrics:
@@ -171,7 +173,25 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     held = prepared.validation
     validated = None if held is None else partial(scored, prepared=prepared, held=held, device=device)
     test, metric = partial(on, held=prepared.test), objective.metric(prepared.classes)
-    return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, validated, warm_up)
+
+    def by_client(model: Any) -> dict[str, Metrics]:
+        scores, labels = scored(model, prepared, prepared.test, device)
+        parts = zip(prepared.names, prepared.test.parts)
+        return {name: judge(scores[p], labels[p], log_odds=objective.log_odds) for name, p in parts if len(p)}
+
+    return Assembly(
+        problem,
+        algorithm,
+        clients,
+        test,
+        metric,
+        validation,
+        prepared.summary,
+        ranks,
+        validated,
+        by_client if prepared.test.parts else None,
+        warm_up,
+    )
 
 
 def evaluate(

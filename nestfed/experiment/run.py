@@ -33,6 +33,7 @@ from nestfed.report import plot
 from nestfed.report.drawing import drawable
 from nestfed.report.machine import describe
 from nestfed.report.scores import curves_of
+from nestfed.report.summary import BY_CLIENT
 
 TUNING_SEED = 1000
 """The first seed of tuning, so that no reported seed is used for tuning."""
@@ -121,7 +122,7 @@ def _run(
 ) -> list[Record]:
     made = assemble(experiment)
     if tuning:
-        made = replace(made, test=lambda model: {}, ranks=None)
+        made = replace(made, test=lambda model: {}, ranks=None, by_client=None)
     if leads() and not (out / "machine.json").exists():
         write_atomically(out / "machine.json", json.dumps(describe()).encode())
     if made.summary is not None and leads():
@@ -180,11 +181,16 @@ def _simulate(
         values = resampled(find(evaluation.metric or made.metric), scores, labels)
         content = {"round": result.history[-1]["round"], "values": values}
         write_atomically(out / RESAMPLED, json.dumps(content).encode())
+    if made.by_client is not None:
+        with torch.no_grad():
+            found = made.by_client(made.problem.bind(result.x))
+        known = {client: {k: v for k, v in own.items() if math.isfinite(v)} for client, own in found.items()}
+        write_atomically(out / BY_CLIENT, json.dumps(known).encode())
     if made.ranks is not None:
         with torch.no_grad():
             scores, labels = made.ranks(made.problem.bind(result.x))
-        if scores.ndim == 1 and (found := curves_of(scores, labels)):
-            write_atomically(out / "roc.json", json.dumps(found).encode())
+        if scores.ndim == 1 and (curves := curves_of(scores, labels)):
+            write_atomically(out / "roc.json", json.dumps(curves).encode())
     return result.history
 
 

@@ -6,6 +6,7 @@ from nestfed.problems.base import Ball, Box, Compositional, Conditional, Direct,
 OBJECTIVES.add("classify", "nestfed.problems.classify:ClassifyOptions")
 OBJECTIVES.add("auroc", "nestfed.problems.auroc:AUROCOptions")
 OBJECTIVES.add("auprc", "nestfed.problems.auprc:AUPRCOptions")
+OBJECTIVES.add("agnostic", "nestfed.problems.agnostic:AgnosticOptions")
 OBJECTIVES.add("paired-auroc", "nestfed.problems.paired:PairedAUROCOptions")
 OBJECTIVES.add("paired-ap", "nestfed.problems.paired:PairedAPOptions")
 OBJECTIVES.add("invariant", "nestfed.problems.invariant:InvariantOptions")

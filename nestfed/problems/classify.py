@@ -11,24 +11,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nestfed.core import Data, NestfedError, at_least
-from nestfed.data.clients import Examples
+from nestfed.data.clients import Balanced, Examples
 from nestfed.problems.base import Minimize, Model
 from nestfed.problems.objective import Labelled
 
 
 def cross_entropy(model: Model, batch: Data) -> Tensor:
-    """Return the mean cross-entropy of logits; a model with one score per example is a binary classifier."""
-    if len(batch) != 2 or not isinstance(batch[1], Tensor):
+    """Return the mean cross-entropy of logits; a model with one score per example is a binary classifier.
+
+    A batch (x, y, weight), as from `Balanced` clients, weights its examples.
+    """
+    if len(batch) not in (2, 3) or not all(isinstance(part, Tensor) for part in batch):
         raise NestfedError("classify needs batches (x, y) from Examples clients, not pairs (outer, inner).")
-    x, y = batch
+    x, y, *weight = batch
     logits = model(x)
     if logits.dim() == 1:
-        return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
-    return F.cross_entropy(logits, y)
+        return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), *weight)
+    losses = F.cross_entropy(logits, y, reduction="none" if weight else "mean")
+    return (weight[0] * losses).mean() if weight else losses
 
 
 class Classify(Minimize):
-    """Cross-entropy on batches (x, y)."""
+    """Cross-entropy on batches (x, y), or weighted on batches (x, y, weight)."""
 
     def __init__(self, model: nn.Module | Tensor, *, clip: float | None = None, buffers: str = "") -> None:
         super().__init__(cross_entropy, model, clip=clip, buffers=buffers)
@@ -40,6 +44,8 @@ class ClassifyOptions(Labelled):
 
     batch: int = 32
     """Examples in a step."""
+    balanced: bool = False
+    """Give both classes the same weight, over all clients together; batches are half positives, half negatives."""
     clip: float = 0.0
     """The largest norm of a gradient; 0 = no clipping."""
 
@@ -49,7 +55,7 @@ class ClassifyOptions(Labelled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 1, "batch")
+        at_least(self, 2 if self.balanced else 1, "batch")
         at_least(self, 0, "clip")
 
     def metric(self, classes: int) -> str:
@@ -65,7 +71,9 @@ class ClassifyOptions(Labelled):
         p: float | None = None,
         restarts: Callable[[int], bool] = lambda t: t == 0,
         **held: Any,
-    ) -> tuple[Classify, Examples]:
-        """Return cross-entropy on plain batches."""
-        clients = Examples(arrays, parts, batch=self.size(self.batch, restarts), **held)
-        return Classify(model, clip=self.clip or None), clients
+    ) -> tuple[Classify, Examples | Balanced]:
+        """Return cross-entropy on plain or balanced batches."""
+        size, problem = self.size(self.batch, restarts), Classify(model, clip=self.clip or None)
+        if self.balanced:
+            return problem, Balanced(arrays, parts, batch=size, p=p, **held)
+        return problem, Examples(arrays, parts, batch=size, **held)

@@ -17,6 +17,8 @@ from nestfed.metrics import find
 from nestfed.report.page import Cell, Curve, Curves, Figure, Image, Line, Page, Series, Table, size
 
 History = Sequence[Record]
+BY_CLIENT = "by-client.json"
+"""The file of a run with the final model's metrics on each client's test data."""
 TRAINING = ("loss", "drift")
 COST_COLUMNS = ("rounds", "examples", "sent", "seconds")
 
@@ -115,7 +117,7 @@ def page_of_comparison(
             target_table(runs, metric, metric.worst(fmean(o.final(metric.name)) for o in outcomes)),
         ],
         curves=[curves_of_runs(runs, _metrics_to_draw(runs, metric, next(iter(settings.values()))))],
-        figures=_score_figures(first),
+        figures=[*_client_figures(places, outcomes, metric), *_score_figures(first)],
         images=_pictures(first.values()),
         facts=_facts(settings, seeds, list(first.values())),
         settings=_differences(settings),
@@ -132,10 +134,14 @@ def _seed_directories(directory: Path, outcome: MethodResult) -> list[Path]:
 
 def _conclusion(outcomes: Sequence[MethodResult], metric: Metric, seeds: int) -> str:
     """Return a sentence about the best method, and one about each method that diverged."""
-    best = max(outcomes, key=lambda o: metric.signed(fmean(o.final(metric.name))))
+    best = _best(outcomes, metric)
     result = f"{best.method}, {spread(best.final(metric.name))} over {_count(seeds, 'seed')}"
     return " ".join(
-        [f"{metric.direction} mean {metric.name}: {result}.", *(o.divergence() for o in outcomes if o.diverged)]
+        [
+            f"{metric.direction} mean {metric.name}: {result}.",
+            *trade_off(outcomes, metric),
+            *(o.divergence() for o in outcomes if o.diverged),
+        ]
     )
 
 
@@ -156,31 +162,73 @@ def _metrics_to_draw(runs: Mapping[str, Sequence[History]], metric: Metric, sett
 
 
 def comparison_table(outcomes: Sequence[MethodResult], metric: Metric) -> Table:
-    """Return the table that a comparison prints: final values, rounds to the worst final mean, costs and tuning."""
-    means = {o.method: fmean(o.final(metric.name)) for o in outcomes}
-    best, target = max(means, key=lambda m: metric.signed(means[m])), metric.worst(means.values())
+    """Return the table that a comparison prints: final values, rounds to the worst final mean, bytes and tuning.
+
+    Beside the worst client's value it shows that of all clients together.
+    """
+    best, target = _best(outcomes, metric), metric.worst(fmean(o.final(metric.name)) for o in outcomes)
+    together = _together(outcomes, metric)
     rows: list[list[Cell]] = []
     for o in outcomes:
-        values, end, seeds = o.final(metric.name), o.histories[0][-1], len(o.histories)
+        end, seeds = o.histories[0][-1], len(o.histories)
         hits = [hit["round"] for history in o.histories if (hit := reached(history, metric, target)) is not None]
         some = f" ({len(hits)} of {seeds})" if len(hits) < seeds else ""
         rows.append(
             [
                 o.method,
-                spread(values),
-                str(end["round"]),
+                *(spread(o.final(name)) for name in (metric.name, *together)),
                 f"{spread(hits, lambda v: f'{v:.3g}')}{some}" if hits else "–",
-                f"{end['examples']:,}",
                 size(_sent(end)),
-                str(o.trials),
                 in_words(o.chosen, o.ends),
             ]
         )
-    seeds = len(outcomes[0].histories)
-    note = f"Mean ± standard deviation over {_count(seeds, 'seed')}. {metric.direction} mean {metric.name}: {best}."
-    columns = ["method", f"{metric.name} on test", "rounds", f"rounds to {target:.4f}", "examples", "sent", "trials"]
-    sentences = [note, *(o.divergence() for o in outcomes if o.diverged)]
-    return Table("", [*columns, "tuned to"], rows, "\n".join(sentences), [list(means).index(best)])
+    ends = [o.histories[0][-1] for o in outcomes]
+    trials = f", {_span([o.trials for o in outcomes])} trials per method" if any(o.trials for o in outcomes) else ""
+    note = (
+        f"Mean ± standard deviation over {_count(len(outcomes[0].histories), 'seed')}; "
+        f"{_span([e['round'] for e in ends])} rounds, {_span([e['examples'] for e in ends])} examples{trials}. "
+        f"{metric.direction} mean {metric.name}: {best.method}."
+    )
+    columns = ["method", f"{metric.name} on test", *together, f"rounds to {target:.4f}", "sent", "tuned to"]
+    sentences = [note, *trade_off(outcomes, metric), *(o.divergence() for o in outcomes if o.diverged)]
+    return Table("", columns, rows, "\n".join(sentences), [outcomes.index(best)])
+
+
+def _best(outcomes: Sequence[MethodResult], metric: Metric) -> MethodResult:
+    """Return the method with the best mean."""
+    return max(outcomes, key=lambda o: metric.signed(fmean(o.final(metric.name))))
+
+
+def _together(outcomes: Sequence[MethodResult], metric: Metric) -> list[str]:
+    """Return the metric of all clients together if this one is the worst client's, as a list of one name or none."""
+    name = metric.name.removeprefix("worst_")
+    known = all(last_known(history, name) is not None for o in outcomes for history in o.histories)
+    return [name] if name != metric.name and known else []
+
+
+def trade_off(outcomes: Sequence[MethodResult], metric: Metric) -> list[str]:
+    """Return a sentence on what the best method gains for the worst client over the first, and what that costs."""
+    (first, *_), best, together = outcomes, _best(outcomes, metric), _together(outcomes, metric)
+    if not together or best is first:
+        return []
+
+    def difference(name: str) -> str:
+        pairs = [b - a for a, b in zip(first.final(name), best.final(name), strict=True)]
+        error = f" ± {stdev(pairs) / math.sqrt(len(pairs)):.3f}" if len(pairs) > 1 else ""
+        return f"{fmean(pairs):+.3f}{error}"
+
+    ends = [o.histories[0][-1] for o in (first, best)]
+    times = _sent(ends[1]) / _sent(ends[0]) if _sent(ends[0]) else 1.0
+    return [
+        f"{best.method} against {first.method}: worst client's {together[0]} {difference(metric.name)}, all clients' "
+        f"{difference(together[0])} (mean ± standard error of the seeds' differences), {times:.2g} times the bytes."
+    ]
+
+
+def _span(numbers: Sequence[float]) -> str:
+    """Return the range of some whole numbers."""
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 @dataclass(frozen=True)
@@ -446,6 +494,41 @@ def _score_figures(places: Mapping[str, Path]) -> list[Figure]:
         lines = [Line(f"{name} ({area} {k[area]:.4f})", k[curve]["x"], k[curve]["y"]) for name, k in kept.items()]
         figures.append(Figure(title, x, y, [*lines, Line("chance", (0.0, 1.0), chance, "dashed")], note, unit=True))
     return figures
+
+
+def _client_figures(
+    places: Mapping[str, Sequence[Path]], outcomes: Sequence[MethodResult], metric: Metric
+) -> list[Figure]:
+    """Return the worst client against all together, and every client's value, if the metric is the worst client's."""
+    together = _together(outcomes, metric)
+    if not together:
+        return []
+    (name,) = together
+    points = []
+    for o in outcomes:
+        pairs = sorted(zip(o.final(name), o.final(metric.name)))
+        points.append(Line(o.method, [a for a, _ in pairs], [b for _, b in pairs], "points"))
+    figures = [
+        Figure("Worst client against all clients", f"{name} of all clients", metric.name, points, "One point per seed.")
+    ]
+    found = {method: _by_client(runs, name) for method, runs in places.items()}
+    if all(found.values()):
+        first = next(iter(found.values()))
+        order = sorted(first, key=lambda client: first[client])
+        at = [float(i) for i in range(1, len(order) + 1)]
+        lines = [Line(method, at, [values[c] for c in order], "points") for method, values in found.items()]
+        note = f"Mean over seeds; clients in the order of {next(iter(found))}: {', '.join(order)}."
+        figures.append(Figure(f"{name} by client", "client", name, lines, note))
+    return figures
+
+
+def _by_client(runs: Sequence[Path], name: str) -> dict[str, float]:
+    """Return each client's mean over some runs; empty if a run has none, or for clients without a value."""
+    if not all((run / BY_CLIENT).exists() for run in runs):
+        return {}
+    found = [json.loads((run / BY_CLIENT).read_text(encoding="utf-8")) for run in runs]
+    values = {client: [of.get(client, {}).get(name) for of in found] for client in found[0]}
+    return {client: fmean(known) for client, known in values.items() if None not in known}
 
 
 def _pictures(places: Any) -> list[Image]:

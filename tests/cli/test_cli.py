@@ -19,7 +19,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.report.summary import last
 from tests.support import ended, forked
 
-SMALL = ("run", "demo", "algorithm.name=fcsg-m", "algorithm.alpha=0.3", "partition.clients=4", "run.q=3")
+SMALL = ("run", "average-precision", "algorithm.name=fcsg-m", "algorithm.alpha=0.3", "partition.clients=4", "run.q=3")
 
 
 class Here:
@@ -170,7 +170,16 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(
 
 def test_a_divergent_step_names_client_and_iteration(here: Here) -> None:
     settings = ("problem.name=auroc", "algorithm.name=local-sgda", "algorithm.eta_theta=100", "algorithm.eta_w=1")
-    words = ("run", "demo", *settings, "partition.clients=4", "execution.checkpoint_every=1", "run.q=1", "--out", "x")
+    words = (
+        "run",
+        "average-precision",
+        *settings,
+        "partition.clients=4",
+        "execution.checkpoint_every=1",
+        "run.q=1",
+        "--out",
+        "x",
+    )
     here.refused(words, "client", "iteration", "NaN", "last good checkpoint is in x")
     records = read_record(here.cwd / "x" / "record.jsonl")
     assert len(records) > 2
@@ -202,7 +211,7 @@ def test_a_sweep_and_a_comparison_are_exported(here: Here, tmp_path: Path) -> No
     """One table and one picture for q = 1 and 4; CSV, LaTeX and PDF of a sweep, a comparison in it, and a run of that."""
     words = (
         "sweep",
-        "demo",
+        "average-precision",
         "run.q=1,4",
         "run.rounds=2",
         "partition.clients=2",
@@ -243,13 +252,13 @@ def test_a_sweep_and_a_comparison_are_exported(here: Here, tmp_path: Path) -> No
         assert columns == {text[text.index("{tabular}{") + 10 :].partition("}")[0].__len__() - 1}
     here.refused(("export", "s"), "--csv")
     here.refused(("export", "e", "--csv"), "contains no run")
-    here.refused(("sweep", "demo", "run.q=1"), "Nothing to sweep")
+    here.refused(("sweep", "average-precision", "run.q=1"), "Nothing to sweep")
 
 
 def test_compare_prints_a_table_and_resumes(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     words = (
-        "compare", "demo", "run.rounds=2", "run.q=2", "partition.clients=4",
+        "compare", "average-precision", "run.rounds=2", "run.q=2", "partition.clients=4",
         "--algorithms", "fedavg,fcsg-m", "--seeds", "2", "--workers", "1", "--out", "c",
     )  # fmt: skip
     code, said, err = here(*words)

@@ -130,7 +130,9 @@ def test_invariant_loss_has_the_mean_inside_the_logistic() -> None:
 
 def test_the_large_batch_of_an_experiment_is_drawn_when_the_method_needs_it() -> None:
     """At t = 0, and for BSpiderBoost every period; where there is no such batch the setting is refused."""
-    one = read("demo").with_overrides({"problem.initial_batch": 9, "problem.outer": 2, "partition.clients": 1})
+    one = read("average-precision").with_overrides(
+        {"problem.initial_batch": 9, "problem.outer": 2, "partition.clients": 1}
+    )
     for algorithm, sizes in (
         ({"name": "fcsg-m", "alpha": 0.1, "beta": 0.5}, [9, 2, 2, 2, 2, 2]),
         ({"name": "bspiderboost", "alpha": 0.1, "period": 3}, [9, 2, 2, 9, 2, 2]),

@@ -44,7 +44,7 @@ SMALL = {"run.rounds": 4, "run.q": 1, "evaluation.every": 1, "partition.clients"
 
 def small(**grids: Any) -> Experiment:
     """The demo in small, with other grids."""
-    experiment = read("demo").with_overrides(SMALL)
+    experiment = read("average-precision").with_overrides(SMALL)
     tables = dict(experiment.source)
     tables["methods"] = {name: {**tables["methods"][name], "tune": grid} for name, grid in grids.items()}
     return from_tables(tables)
@@ -160,7 +160,9 @@ def test_a_metric_of_a_plain_function_must_declare_its_direction(
 def test_the_best_model_is_kept_by_the_metrics_direction(metric: str, choose: Any, tmp_path: Path) -> None:
     """With far too large a step the log-loss rises, so that the highest one is not that of the best model."""
     changes = {**SMALL, "problem.name": "classify", "algorithm.name": "fedavg", "algorithm.eta": 300.0}
-    experiment = read("demo").with_overrides({**changes, "evaluation.keep": "best", "evaluation.metric": metric})
+    experiment = read("average-precision").with_overrides(
+        {**changes, "evaluation.keep": "best", "evaluation.metric": metric}
+    )
     records = run(experiment, tmp_path, progress=False, picture=False)
     values = [r[f"val_{metric}"] for r in records]
     assert choose(values) != values[-1]
@@ -432,7 +434,7 @@ def test_tuned_file_is_the_experiment_with_the_choice(tmp_path: Path) -> None:
 
 
 def test_a_paused_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    experiment = read("demo").with_overrides({**SMALL, "algorithm.name": "fcsg-m", "algorithm.alpha": 0.3})
+    experiment = read("average-precision").with_overrides({**SMALL, "algorithm.name": "fcsg-m", "algorithm.alpha": 0.3})
     whole = run(experiment, tmp_path / "whole", progress=False, picture=False)
     for until in (1, 3):
         paused = run(experiment, tmp_path / "cut", progress=False, picture=False, until=until)
@@ -460,7 +462,7 @@ def test_compare_tunes_with_the_same_machinery(tmp_path: Path) -> None:
 
 # --- Real processes ---
 
-WORDS = ("tune", "demo", "run.rounds=16", "run.q=5", "evaluation.every=2", "--trials", "4", "--method", "fedavg")  # fmt: skip
+WORDS = ("tune", "average-precision", "run.rounds=16", "run.q=5", "evaluation.every=2", "--trials", "4", "--method", "fedavg")  # fmt: skip
 
 
 def start(cwd: Path, out: str, workers: int) -> subprocess.Popen[str]:

@@ -53,7 +53,7 @@ def test_wrong_options_are_rejected_by_name(problem: dict[str, object], words: s
 
 
 def test_another_objective_leaves_the_options_of_the_file_behind_but_not_its_own() -> None:
-    demo = read("demo")
+    demo = read("average-precision")
     fedavg = demo.for_method("fedavg").problem
     assert (fedavg.name, fedavg.batch) == ("classify", 20)  # type: ignore[attr-defined]
     assert demo.with_overrides({"problem.name": "auroc"}).problem == OBJECTIVES["auroc"]()

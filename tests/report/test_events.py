@@ -119,7 +119,7 @@ def test_a_growing_record_is_followed_and_ended(tmp_path: Path) -> None:
 
 def test_trials_and_reproductions_have_events_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["run.rounds=2", "run.q=1", "evaluation.every=1", "partition.clients=2"]
-    cli.tune_("demo", small, ["fedavg"], 2, 1, tmp_path / "tuned", True)
+    cli.tune_("average-precision", small, ["fedavg"], 2, 1, tmp_path / "tuned", True)
     written = sorted(
         p.parent.relative_to(tmp_path / "tuned").as_posix() for p in (tmp_path / "tuned").rglob("events.*")
     )

@@ -168,7 +168,7 @@ def read_study(path: Path) -> Any:
 
 def overrides(folder: Path, content: bytes) -> Any:
     words = content.decode("utf-8", "replace").split("\x1e")
-    return read("demo").with_overrides(parse_overrides(words)).resolved()
+    return read("average-precision").with_overrides(parse_overrides(words)).resolved()
 
 
 def flower_arrays(folder: Path, content: bytes) -> Any:
@@ -214,7 +214,7 @@ def command_line(folder: Path, content: bytes) -> Any:
     return found.output
 
 
-DEMO = packaged()["demo"].read_bytes()
+DEMO = packaged()["average-precision"].read_bytes()
 TARGETS: dict[str, Callable[[], Target]] = {
     "idx": lambda: Target(
         [bytes((0, 0, 8, 2)) + (2).to_bytes(4, "big") + (3).to_bytes(4, "big") + bytes(6)],
@@ -260,8 +260,8 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "flower arrays": lambda: Target([npy(np.arange(3.0)), npy(np.arange(3, dtype=np.int8))], flower_arrays, 2.0),
     "flower plan": lambda: Target([plan_seed()], file("plan.safetensors", flower_plan)),
     "command line": lambda: Target(
-        [b"run\x1edemo\x1ealgorithm.name=fedavg\x1e--out\x1ex", b"theory\x1efcsg-m\x1e--N\x1e16\x1eT=100", b"cite\x1efmgda",
-         b"compare\x1edemo\x1e--algorithms\x1efedavg,fcsg\x1e--seeds\x1e2"],
+        [b"run\x1eaverage-precision\x1ealgorithm.name=fedavg\x1e--out\x1ex", b"theory\x1efcsg-m\x1e--N\x1e16\x1eT=100", b"cite\x1efmgda",
+         b"compare\x1eaverage-precision\x1e--algorithms\x1efedavg,fcsg\x1e--seeds\x1e2"],
         command_line, 0.05,
     ),
 }  # fmt: skip

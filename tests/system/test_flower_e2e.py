@@ -275,7 +275,18 @@ def test_local_leaves_no_process_behind(how: signal.Signals, tmp_path: Path) -> 
     """Ctrl-C, or even a kill, of `nestfed deploy local` while everything is starting up."""
     word = f"NESTFED_TEST={tmp_path.name}-{os.getpid()}-{how}"
     key, _, value = word.partition("=")
-    command = [sys.executable, "-m", "nestfed", "deploy", "local", "demo", "--method", "fcsg-m", "--sites", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "nestfed",
+        "deploy",
+        "local",
+        "average-precision",
+        "--method",
+        "fcsg-m",
+        "--sites",
+        "2",
+    ]
     process = subprocess.Popen(
         [*command, "--insecure", "--out", str(tmp_path / "run"), "algorithm.alpha=1.0"],
         env={**os.environ, key: value},

@@ -254,7 +254,7 @@ def test_settings_that_once_gave_a_traceback() -> None:
     with pytest.raises(NestfedError, match="nested too deeply"):
         parse_overrides(["algorithm.eta=" + "[" * 100_000])
     with pytest.raises(NestfedError, match=r"no setting 'run\.rounds\\nx'; did you mean run\.rounds\?"):
-        read("demo").with_overrides(parse_overrides(["run.rounds\nx=3"]))
+        read("average-precision").with_overrides(parse_overrides(["run.rounds\nx=3"]))
     with pytest.raises(NestfedError, match="cannot be read: embedded null byte"):
         read("a\x00b")
 

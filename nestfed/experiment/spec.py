@@ -268,9 +268,29 @@ def _server_options(name: Any) -> set[str]:
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that affect the results: all except [execution], of which only precision does."""
-    execution = {"precision": settings["execution"]["precision"]} if "execution" in settings else {}
-    return {**settings, "execution": execution}
+    """Return the settings that affect the results and differ from their defaults, by table.
+
+    Of [execution] only precision affects them. Leaving defaults out lets the library add an option without making
+    existing runs foreign: the default of a new option is what was done before.
+    """
+    found = {name: _chosen(name, table) for name, table in settings.items()}
+    return {name: table for name, table in found.items() if table}
+
+
+def _chosen(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table without execution settings that do not matter and without defaults."""
+    if section == "warm_up":
+        inner = {k: _chosen(k, v) if k in _OF_WARM_UP else v for k, v in table.items()}
+        return {k: v for k, v in inner.items() if v}
+    name = table.get("name", "")
+    kind = OBJECTIVES[name] if section == "problem" and name in OBJECTIVES else _SECTIONS.get(section)
+    fields = dataclasses.fields(kind) if kind is not None else ()
+    plain = json.loads(json.dumps({f.name: f.default for f in fields if f.default is not dataclasses.MISSING}))
+    return {
+        k: v
+        for k, v in json.loads(json.dumps(table)).items()
+        if (section != "execution" or k == "precision") and (k == "name" or k not in plain or v != plain[k])
+    }
 
 
 _SECTIONS: dict[str, type] = {

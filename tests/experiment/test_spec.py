@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from nestfed.core import NestfedError
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
-from nestfed.experiment.spec import from_tables, read
+from nestfed.experiment.spec import from_tables, identity, read
 
 MOVED = {
     "every = 5": "evaluation.every",
@@ -140,3 +141,31 @@ def test_settings_that_exclude_each_other_are_named_with_a_line(tmp_path: Path) 
     path.write_text("[exchange]\ncount = 2\nshare = 0.5\n")
     with pytest.raises(NestfedError, match=r"line 2: exchange\.count and exchange\.share exclude each other"):
         read(path)
+
+
+def test_a_new_option_with_its_default_changes_no_identity_but_a_changed_default_does() -> None:
+    """Directories and digests of runs made before an option existed stay valid."""
+    tables = {
+        "problem": {"name": "classify", "batch": 20},
+        "algorithm": {"name": "fedavg", "eta": 0.1},
+        "run": {"q": 3},
+    }
+    now = from_tables(tables).resolved()
+    before = copy.deepcopy(now)
+    del before["problem"]["balanced"], before["exchange"]["on_nan"]
+    assert identity(before) == identity(now)
+    for table, key, value in (
+        ("problem", "balanced", True),
+        ("run", "rounds", 7),
+        ("execution", "precision", "bfloat16"),
+    ):
+        other = copy.deepcopy(now)
+        other[table][key] = value
+        assert identity(other) != identity(now)
+    threads = copy.deepcopy(now)
+    threads["execution"]["workers"] = 3
+    assert identity(threads) == identity(now)
+    assert (
+        from_tables({**tables, "problem": {**tables["problem"], "balanced": False}}).digest()
+        == from_tables(tables).digest()
+    )

@@ -77,6 +77,7 @@ def test_every_name_of_the_issue_is_known_and_complete() -> None:
                 for method in experiment.methods:
                     experiment.for_method(method)
     used = {c.experiment for r in papers.REPRODUCTIONS.values() for c in r.cases} | {
+        "average-precision",
         "demo",
         "prevalence",
         "wikitext-full",

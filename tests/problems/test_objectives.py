@@ -37,11 +37,11 @@ def test_options_are_documented_frozen_and_checked(name: str) -> None:
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        ({"name": "classify", "margin": 0.1}, "problem.margin belongs to auprc, paired-ap; classify has batch, clip, initial_batch"),
+        ({"name": "classify", "margin": 0.1}, "problem.margin belongs to auprc, paired-ap; classify has balanced, batch, clip, initial_batch"),
         ({"name": "auroc", "outer": 3}, "problem.outer belongs to auprc, invariant; auroc has balanced, batch"),
         ({"name": "classify", "bacth": 3}, "There is no setting 'problem.bacth'; did you mean problem.batch?"),
         ({"name": "clasify"}, "There is no problem 'clasify'; did you mean classify?"),
-        ({"batch": 3}, "There is no problem ''; choose one of auprc, auroc"),
+        ({"batch": 3}, "There is no problem ''; choose one of agnostic, auprc, auroc"),
         ({"name": "auprc", "margin": -1}, "[problem] auprc: margin must be a finite number above 0, not -1."),
         ({"name": "auprc", "margin": "wide"}, "problem.margin must be a number, not 'wide'."),
     ],
@@ -67,7 +67,7 @@ def test_another_objective_leaves_the_options_of_the_file_behind_but_not_its_own
 
 
 def test_an_experiment_without_a_problem_says_so() -> None:
-    with pytest.raises(NestfedError, match=r"names no problem: set problem\.name to one of auprc, auroc"):
+    with pytest.raises(NestfedError, match=r"names no problem: set problem\.name to one of agnostic, auprc, auroc"):
         assemble(from_tables({"algorithm": {"name": "fedavg", "eta": 0.1}}))
 
 

@@ -49,16 +49,16 @@ def init_(
     experiment: Annotated[
         str,
         typer.Option(
-            help="An experiment file, or a name from `nestfed list`.", show_default="demo, 10 rounds of fcsg-m"
+            help="An experiment file, or a name from `nestfed list`.", show_default="average-precision, 10 rounds of fcsg-m"
         ),
-    ] = "demo",
+    ] = "average-precision",
     method: Method = "",
     sites: Sites = 3,
 ) -> None:
     """Write a Flower app for an experiment, with a README for the coordinator and the sites."""
     from nestfed.cli.main import echo
 
-    if experiment == "demo" and not method:
+    if experiment == "average-precision" and not method:
         method, overrides = "fcsg-m", ["algorithm.alpha=1.0", "run.rounds=10", *(overrides or ())]
     init(directory, _chosen(experiment, overrides, method, sites), sites)
     echo(f"{directory} contains a Flower app for {sites} sites; follow its README.md.")

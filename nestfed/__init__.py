@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
-    from nestfed.data.clients import Balanced, CrossPairs, Examples, Paced, Pairs
+    from nestfed.data.clients import Balanced, CrossPairs, Examples, Opposites, Paced, Pairs
     from nestfed.data.loaders import Loaders
     from nestfed.engine.callbacks import Callback
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
     from nestfed.problems.paired import PairedAP, PairedAUROC
+    from nestfed.problems.partial import PairedPartialAUROC, PartialAUROC
     from nestfed.report.callbacks import MLflow, TensorBoard, WandB
     from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
@@ -127,6 +128,7 @@ _NAMES = {
         "Balanced",
         "CrossPairs",
         "Examples",
+        "Opposites",
         "Paced",
         "Pairs",
     ),
@@ -166,6 +168,10 @@ _NAMES = {
     "nestfed.problems.paired": (
         "PairedAP",
         "PairedAUROC",
+    ),
+    "nestfed.problems.partial": (
+        "PairedPartialAUROC",
+        "PartialAUROC",
     ),
     "nestfed.study": (
         "FederatedAUC",
@@ -244,10 +250,13 @@ __all__ = [
     "MomentumLocalSGDA",
     "NaiveAdaptive",
     "NestfedError",
+    "Opposites",
     "Paced",
     "PairedAP",
     "PairedAUROC",
+    "PairedPartialAUROC",
     "Pairs",
+    "PartialAUROC",
     "Result",
     "Scaffold",
     "TensorBoard",

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import add
 
 import numpy as np
@@ -31,10 +31,15 @@ _IN_RECORD = re.compile(r"(?:val_)?(.+?)(?:_\d+)?")
 """How a record names a metric: val_auroc is measured on validation data, r2_5 after 5 inner steps of a meta-learner."""
 
 
+_PARTIAL = re.compile(r"(?:val_)?(pauroc(?:@(.*))?)")
+
+
 def find(metric: str | Metric) -> Metric:
     """Return the metric for a column of a record, under the column's name; a `Metric` is returned unchanged."""
     if isinstance(metric, Metric):
         return metric
+    if asked := _PARTIAL.fullmatch(metric):
+        return Metric(metric, True, partial(partial_auroc, max_fpr=_rate(asked[2])), "ranking")
     found = _IN_RECORD.fullmatch(metric)
     for name in (metric, metric.removeprefix("val_"), found[1] if found else metric):
         if name in METRICS:
@@ -43,6 +48,25 @@ def find(metric: str | Metric) -> Metric:
         f"{unknown('metric', metric, METRICS)} If it is your own, declare whether higher is better: "
         f'METRICS.add("{metric}", Metric("{metric}", higher=True)) of nestfed.metrics, or pass that Metric itself.'
     )
+
+
+def _rate(written: str | None) -> float:
+    try:
+        rate = float(written or "")
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate <= 1:
+        raise NestfedError(
+            "Partial AUROC needs the largest false positive rate, above 0 and at most 1, as in pauroc@0.3; got "
+            f"{'pauroc' if written is None else f'pauroc@{written}'}."
+        )
+    return rate
+
+
+def _partial_too(metric: str | Metric) -> dict[str, float]:
+    """Return {metric: ρ} for partial AUROC, without the prefix of validation data, and nothing for any other metric."""
+    asked = _PARTIAL.fullmatch(metric) if isinstance(metric, str) else None
+    return {asked[1]: _rate(asked[2])} if asked else {}
 
 
 # -------------------------------------------------------------------------------------- metrics of rows
@@ -56,6 +80,20 @@ def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     positives, negatives = _tallied(s, y)
     below = negatives.cumsum() - negatives / 2  # a tie counts ½
     return float(positives @ below / (positives.sum() * negatives.sum()))
+
+
+def partial_auroc(scores: npt.ArrayLike, labels: npt.ArrayLike, max_fpr: float) -> float:
+    """Mean true positive rate over false positive rates up to ``max_fpr``: the area under that part of the ROC curve / max_fpr.
+
+    It is the AUROC against the share max_fpr of the highest-scored negatives; with max_fpr = 1 the AUROC, and about max_fpr/2
+    by chance. NaN unless both classes are present. ``roc_auc_score(max_fpr=…)`` of scikit-learn rescales it as
+    ½(1 + (v − max_fpr/2)/(1 − max_fpr/2)), which makes chance ½.
+    """
+    s, y = _scored(scores, labels)
+    if np.isnan(s).any() or y.all() or not y.any():
+        return float("nan")
+    positives, negatives = _tallied(s, y)
+    return _partial_area(positives[::-1], negatives[::-1], max_fpr).value
 
 
 def average_precision(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
@@ -143,14 +181,18 @@ for _metric in (
     METRICS.add(_metric.name, _metric)
 
 
-def judge(scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = False) -> dict[str, float]:
+def judge(
+    scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = False, metric: str | Metric = ""
+) -> dict[str, float]:
     """Return all metrics that apply: ranking metrics for one score per example, logit metrics for one per class.
 
     log_odds: single scores are log-odds, as from cross-entropy, so both kinds apply.
+    metric: pauroc@ρ adds the partial AUROC up to the false positive rate ρ; any other name adds nothing.
     """
     one = np.ndim(scores) == 1
     kinds = ["ranking"] * one + ["log-odds"] * (log_odds or not one)
-    return {m.name: m(scores, labels) for m in METRICS.values() if m.scores in kinds}
+    found = {m.name: m(scores, labels) for m in METRICS.values() if m.scores in kinds}
+    return found | {name: partial_auroc(scores, labels, rate) for name, rate in _partial_too(metric).items() if one}
 
 
 # --------------------------------------------------------------------------------- value and certainty
@@ -290,6 +332,13 @@ class ScoreHistogram:
             float(np.mean(true / (true + false_before))),
         )
 
+    def partial_auroc(self, max_fpr: float) -> Estimate:
+        """Pooled partial AUROC, with bounds from the worst and the best order inside each bin."""
+        pos, neg = self.positives[::-1].astype(np.float64), self.negatives[::-1].astype(np.float64)
+        if not (pos.any() and neg.any()) or self.unscored:
+            return _UNKNOWN
+        return _partial_area(pos, neg, max_fpr)
+
     def roc_curve(self) -> tuple[Floats, Floats]:
         """False and true positive rates, from (0, 0) to (1, 1), one point per non-empty bin."""
         used, true, false = self._cumulated()
@@ -338,29 +387,40 @@ class ScoreTotals:
         histograms = [h for h in (self.histogram, other.histogram) if h is not None]
         return ScoreTotals(self.examples + other.examples, sums, reduce(add, histograms) if histograms else None)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics over all examples; auroc_error is the largest error that the bins can cause."""
+    def metrics(self, metric: str | Metric = "") -> dict[str, float]:
+        """Return the metrics over all examples; auroc_error is the largest error that the bins can cause.
+
+        metric: as in `judge`.
+        """
         found = {k: v / self.examples if self.examples else float("nan") for k, v in self.sums.items()}
         if self.histogram is not None:
-            for name, estimate in (("auroc", self.histogram.auroc()), ("ap", self.histogram.average_precision())):
+            estimates = {"auroc": self.histogram.auroc(), "ap": self.histogram.average_precision()}
+            estimates |= {name: self.histogram.partial_auroc(rate) for name, rate in _partial_too(metric).items()}
+            for name, estimate in estimates.items():
                 found |= {name: estimate.value, f"{name}_error": estimate.error}
         return found
 
 
 def judge_pooled(
-    scores: npt.ArrayLike, labels: npt.ArrayLike, parts: Iterable[npt.ArrayLike], *, log_odds: bool = False
+    scores: npt.ArrayLike,
+    labels: npt.ArrayLike,
+    parts: Iterable[npt.ArrayLike],
+    *,
+    log_odds: bool = False,
+    metric: str | Metric = "",
 ) -> dict[str, float]:
     """Return the metrics computed from clients' totals.
 
     scores, labels: of all rows.
     parts: the rows of each client.
     log_odds: single scores are log-odds.
+    metric: as in `judge`.
     """
     s, y = np.asarray(scores), np.asarray(labels)
     each = [ScoreTotals.of(s[rows], y[rows], log_odds=log_odds) for rows in map(np.asarray, parts) if len(rows)]
     if not each:
         raise NestfedError("No client has examples to evaluate on.")
-    return reduce(add, each).metrics()
+    return reduce(add, each).metrics(metric)
 
 
 @lru_cache(maxsize=8)
@@ -390,6 +450,19 @@ def _tallied(scores: Floats, labels: npt.NDArray[np.bool_]) -> tuple[Floats, Flo
     ranks = np.unique(scores, return_inverse=True)[1]
     positives, negatives = (np.bincount(ranks, which).astype(np.float64) for which in (labels, ~labels))
     return positives, negatives
+
+
+def _partial_area(positives: Floats, negatives: Floats, max_fpr: float) -> Estimate:
+    """Return the area under the ROC curve up to max_fpr, divided by it, from counts by score, the highest scores first.
+
+    The curve is straight within a score. The bounds are its areas if the negatives of a score come first, or the positives.
+    """
+    width, height = negatives / negatives.sum(), positives / positives.sum()
+    used = (max_fpr - (width.cumsum() - width)).clip(0, width)
+    before = height.cumsum() - height
+    rise = height * used / np.where(width > 0, width, 1)
+    low, value, high = (float(used @ (before + part) / max_fpr) for part in (0, rise / 2, height))
+    return Estimate(value, low, high)
 
 
 def _scored(scores: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[Floats, npt.NDArray[np.bool_]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
-from nestfed.core import NETWORKS, NestfedError, whole
+from nestfed.core import NETWORKS, Metric, NestfedError, whole
 from nestfed.metrics import judge
 
 
@@ -158,6 +158,7 @@ class HeldOut:
     x: Tensor
     y: Tensor
     log_odds: bool = False
+    metric: str | Metric = ""
 
     @property
     def binary(self) -> bool:
@@ -170,16 +171,17 @@ class HeldOut:
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the metrics of a model."""
-        return judge(*self.scored(model), log_odds=self.log_odds)
+        return judge(*self.scored(model), log_odds=self.log_odds, metric=self.metric)
 
 
-def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False) -> HeldOut:
+def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False, metric: str | Metric = "") -> HeldOut:
     """Return a function for `simulate(evaluate=…)` that computes a model's metrics on held-out examples.
 
     x, y: the examples and their labels.
     log_odds: whether single scores are logits, so that accuracy and log-loss apply too.
+    metric: pauroc@ρ adds the partial AUROC up to the false positive rate ρ, such as pauroc@0.3.
     """
-    return HeldOut(x, y, log_odds)
+    return HeldOut(x, y, log_odds, metric)
 
 
 def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError
 from nestfed.data import encoding
 from nestfed.data.clients import Totals
 from nestfed.data.encoding import NO_TABLE, Schema, Sums, TableEncoding
@@ -285,13 +285,13 @@ def tally_error(tally: Mapping[str, np.ndarray]) -> str:
     return ""
 
 
-def pool(tallies: Sequence[Mapping[str, np.ndarray]]) -> Metrics:
-    """Return the metrics over all sites from their tallies."""
+def pool(tallies: Sequence[Mapping[str, np.ndarray]], metric: str | Metric = "") -> Metrics:
+    """Return the metrics over all sites from their tallies; `metric` is that of `nestfed.metrics.judge`."""
     found: Metrics = {}
     for prefix in ("", "val_"):
         totals = [_totals(t, prefix) for t in tallies if f"{prefix}histogram" in t or f"{prefix}sum.examples" in t]
         if totals:
-            found |= {prefix + k: v for k, v in reduce(add, totals).metrics().items()}
+            found |= {prefix + k: v for k, v in reduce(add, totals).metrics(metric).items()}
     return found
 
 

@@ -165,23 +165,31 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
         # With the run's objective, the whole point is handed over, not the model alone.
         warm_up = WarmUp(spec.rounds, before, first if spec.problem.name else None, own_clients)
     device = experiment.execution.device
-    on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds)
+    metric = objective.metric(prepared.classes)
+    wanted = experiment.evaluation.metric or metric
+    on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds, metric=wanted)
     validation = None if prepared.validation is None else partial(on, held=prepared.validation)
     ranks = partial(scored, prepared=prepared, held=prepared.test, device=device) if binary else None
     held = prepared.validation
     validated = None if held is None else partial(scored, prepared=prepared, held=held, device=device)
-    test, metric = partial(on, held=prepared.test), objective.metric(prepared.classes)
+    test = partial(on, held=prepared.test)
     return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, validated, warm_up)
 
 
 def evaluate(
-    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu", *, log_odds: bool = False
+    model: Callable[[Tensor], Tensor],
+    prepared: Prepared,
+    held: Held,
+    device: str = "cpu",
+    *,
+    log_odds: bool = False,
+    metric: str | Metric = "",
 ) -> Metrics:
     """Return a model's metrics on held-out examples; if clients hold them, from counts that clients may share."""
     scores, labels = scored(model, prepared, held, device)
     if held.parts:
-        return judge_pooled(scores, labels, held.parts, log_odds=log_odds)
-    return judge(scores, labels, log_odds=log_odds)
+        return judge_pooled(scores, labels, held.parts, log_odds=log_odds, metric=metric)
+    return judge(scores, labels, log_odds=log_odds, metric=metric)
 
 
 def scored(

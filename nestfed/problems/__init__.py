@@ -8,6 +8,8 @@ OBJECTIVES.add("auroc", "nestfed.problems.auroc:AUROCOptions")
 OBJECTIVES.add("auprc", "nestfed.problems.auprc:AUPRCOptions")
 OBJECTIVES.add("paired-auroc", "nestfed.problems.paired:PairedAUROCOptions")
 OBJECTIVES.add("paired-ap", "nestfed.problems.paired:PairedAPOptions")
+OBJECTIVES.add("partial-auroc", "nestfed.problems.partial:PartialAUROCOptions")
+OBJECTIVES.add("paired-partial-auroc", "nestfed.problems.partial:PairedPartialAUROCOptions")
 OBJECTIVES.add("invariant", "nestfed.problems.invariant:InvariantOptions")
 
 __all__ = [

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
+    from nestfed.problems.multilabel import MultiLabelAP, MultiLabelAUROC
     from nestfed.problems.paired import PairedAP, PairedAUROC
     from nestfed.problems.partial import PairedPartialAUROC, PartialAUROC
     from nestfed.report.callbacks import MLflow, TensorBoard, WandB
@@ -169,6 +170,10 @@ _NAMES = {
         "PairedAP",
         "PairedAUROC",
     ),
+    "nestfed.problems.multilabel": (
+        "MultiLabelAP",
+        "MultiLabelAUROC",
+    ),
     "nestfed.problems.partial": (
         "PairedPartialAUROC",
         "PartialAUROC",
@@ -248,6 +253,8 @@ __all__ = [
     "Minimize",
     "Momentum",
     "MomentumLocalSGDA",
+    "MultiLabelAP",
+    "MultiLabelAUROC",
     "NaiveAdaptive",
     "NestfedError",
     "Opposites",

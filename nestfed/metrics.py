@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial, reduce, wraps
 from operator import add
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -72,8 +73,28 @@ def _partial_too(metric: str | Metric) -> dict[str, float]:
 # -------------------------------------------------------------------------------------- metrics of rows
 
 
+def _macro(metric: Callable[..., float]) -> Callable[..., float]:
+    """Extend a ranking metric to labels (n, L): its mean over labels, on known rows (not NaN), where both classes are present."""
+
+    @wraps(metric)
+    def mean_over_labels(scores: npt.ArrayLike, labels: npt.ArrayLike, *more: float, **options: float) -> float:
+        if np.ndim(labels) != 2:
+            return metric(scores, labels, *more, **options)
+        s, y = np.asarray(scores, dtype=np.float64), np.asarray(labels, dtype=np.float64)
+        s = s[:, None] if s.ndim == 1 else s
+        if s.shape != y.shape:
+            raise NestfedError(f"{y.shape[1]} labels need as many scores, not scores of shape {s.shape}.")
+        known = ~np.isnan(y)
+        both = [j for j in range(y.shape[1]) if len(np.unique(y[known[:, j], j])) > 1]
+        each = [metric(s[known[:, j], j], y[known[:, j], j], *more, **options) for j in both]
+        return fmean(each) if each else float("nan")
+
+    return mean_over_labels
+
+
+@_macro
 def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Area under the ROC curve, ties counting ½; NaN unless both classes are present."""
+    """Area under the ROC curve, ties counting ½; NaN unless both classes are present. For labels (n, L) the mean over labels."""
     s, y = _scored(scores, labels)
     if np.isnan(s).any() or y.all() or not y.any():
         return float("nan")
@@ -82,6 +103,7 @@ def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     return float(positives @ below / (positives.sum() * negatives.sum()))
 
 
+@_macro
 def partial_auroc(scores: npt.ArrayLike, labels: npt.ArrayLike, max_fpr: float) -> float:
     """Mean true positive rate over false positive rates up to ``max_fpr``: the area under that part of the ROC curve / max_fpr.
 
@@ -96,8 +118,9 @@ def partial_auroc(scores: npt.ArrayLike, labels: npt.ArrayLike, max_fpr: float) 
     return _partial_area(positives[::-1], negatives[::-1], max_fpr).value
 
 
+@_macro
 def average_precision(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Average precision Σ (R_i − R_{i−1})·P_i over distinct scores; NaN without positives."""
+    """Average precision Σ (R_i − R_{i−1})·P_i over distinct scores; NaN without positives. For labels (n, L) the mean over labels."""
     s, y = _scored(scores, labels)
     if np.isnan(s).any() or not y.any():
         return float("nan")
@@ -186,11 +209,13 @@ def judge(
 ) -> dict[str, float]:
     """Return all metrics that apply: ranking metrics for one score per example, logit metrics for one per class.
 
+    With several labels per example, (n, L), NaN if unknown, ranking metrics are means over the labels that have both classes.
     log_odds: single scores are log-odds, as from cross-entropy, so both kinds apply.
     metric: pauroc@ρ adds the partial AUROC up to the false positive rate ρ; any other name adds nothing.
     """
-    one = np.ndim(scores) == 1
-    kinds = ["ranking"] * one + ["log-odds"] * (log_odds or not one)
+    several = np.ndim(labels) == 2
+    one = np.ndim(scores) == 1 or several
+    kinds = ["ranking"] * one + ["log-odds"] * ((log_odds or not one) and not several)
     found = {m.name: m(scores, labels) for m in METRICS.values() if m.scores in kinds}
     return found | {name: partial_auroc(scores, labels, rate) for name, rate in _partial_too(metric).items() if one}
 

@@ -163,7 +163,7 @@ class HeldOut:
     @property
     def binary(self) -> bool:
         """Whether the labels have two classes."""
-        return len(self.y) > 0 and int(self.y.max()) <= 1
+        return self.y.dim() == 1 and len(self.y) > 0 and int(self.y.max()) <= 1
 
     def scored(self, model: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return a model's scores of the examples, and their labels."""
@@ -177,7 +177,7 @@ class HeldOut:
 def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False, metric: str | Metric = "") -> HeldOut:
     """Return a function for `simulate(evaluate=…)` that computes a model's metrics on held-out examples.
 
-    x, y: the examples and their labels.
+    x, y: the examples and their labels; y of shape (n, L) has several labels per example, NaN if unknown.
     log_odds: whether single scores are logits, so that accuracy and log-loss apply too.
     metric: pauroc@ρ adds the partial AUROC up to the false positive rate ρ, such as pauroc@0.3.
     """

@@ -190,6 +190,8 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     """Return the objects of the coordinator, which has no labelled examples and evaluates none."""
     if not isinstance(experiment.problem, Labelled):
         return assemble(experiment)
+    if experiment.problem.several:
+        raise NestfedError(f"{experiment.problem.name} cannot be deployed: sites count scores of one label only.")
     # Two rows of zeros replace the examples: the model needs only their shape.
     x, y = torch.zeros((2, *agreement.shape)), torch.tensor([0, 1])
     rows = [np.arange(2)] * agreement.clients

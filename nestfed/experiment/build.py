@@ -118,7 +118,7 @@ def _own(experiment: OwnExperiment, seed: int) -> Assembly:
         None if validation is None else partial(_measured, "validate", validation),
         None,
         test.scored if isinstance(test, models.HeldOut) and test.binary else None,
-        validation.scored if isinstance(validation, models.HeldOut) else None,
+        validation.scored if isinstance(validation, models.HeldOut) and validation.y.dim() == 1 else None,
     )
 
 
@@ -134,7 +134,8 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     """
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
-    binary = prepared.classes == 2
+    several = prepared.y.dim() == 2
+    binary = prepared.classes == 2 and not several
     shape = tuple(prepared.x.shape[1:])
     model = models.build(
         experiment.model.name, shape, 1 if binary else prepared.classes, seed=seed, **experiment.model.options
@@ -143,6 +144,10 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     def build(objective: Objective, algorithm: Algorithm[Any, Any]) -> tuple[Any, Any]:
         if not isinstance(objective, Labelled):
             raise NestfedError(f"warm_up.problem must work on labelled examples, which {objective.name} does not.")
+        if objective.several != several:
+            has = "several labels" if several else "one label"
+            wants = "multi-label-auroc or multi-label-ap" if several else "a problem for one label, such as auroc"
+            raise NestfedError(f"{objective.name} cannot learn from {has} per example: set problem.name to {wants}.")
         if objective.binary and not binary:
             raise NestfedError(f"{objective.name} needs two classes, not {prepared.classes}: set data.binary = true.")
         return objective.build(
@@ -171,7 +176,8 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     validation = None if prepared.validation is None else partial(on, held=prepared.validation)
     ranks = partial(scored, prepared=prepared, held=prepared.test, device=device) if binary else None
     held = prepared.validation
-    validated = None if held is None else partial(scored, prepared=prepared, held=held, device=device)
+    # Rows are resampled by class, which several labels do not have.
+    validated = None if held is None or several else partial(scored, prepared=prepared, held=held, device=device)
     test = partial(on, held=prepared.test)
     return Assembly(problem, algorithm, clients, test, metric, validation, prepared.summary, ranks, validated, warm_up)
 

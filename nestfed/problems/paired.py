@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from nestfed.core import Batch, Data, Drawn, NestfedError, Paired, as_batch, at_least, one_of, positive
 from nestfed.data.clients import CrossPairs, Totals
-from nestfed.problems.auprc import MARGIN
+from nestfed.problems.auprc import MARGIN, ratio, surrogate
 from nestfed.problems.base import Direct, Model, leading, vjp
 from nestfed.problems.objective import Labelled
 
@@ -143,13 +143,12 @@ class PairedAP(Pairwise):
 
     def pair(self, first: Tensor, second: Tensor, marks: Tensor) -> Tensor:
         """Return (1[y'=1]ℓ, ℓ)."""
-        loss = torch.relu(self.margin - torch.sigmoid(first) + torch.sigmoid(second)) ** 2
+        loss = surrogate(self.margin, torch.sigmoid(first), torch.sigmoid(second))
         return torch.stack([marks[..., 0] * loss, loss], -1)
 
     def outer(self, u: Tensor) -> Tensor:
         """Return −u₁/u₂."""
-        epsilon = 1e-4 * self.margin**2
-        return -(u[..., 0] + epsilon) / (u[..., 1] + epsilon)
+        return ratio(u, self.margin)
 
 
 @dataclass(frozen=True)

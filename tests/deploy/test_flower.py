@@ -658,6 +658,7 @@ SIZES = {
     "paired-auroc": {"first": 4},
     "paired-ap": {"first": 4},
     "paired-partial-auroc": {"first": 4},
+    "partial-auroc": {"outer": 3},
 }
 
 

@@ -202,7 +202,7 @@ def test_the_contract(make: Callable[[], Any]) -> None:
     for size in (12, 3):
         check_problem(problem, clients(batch=size))
     for algorithm in (
-        (FMGDA(c_hat=0.1, c=0.1), CODA(0.1, 2.0, 4))
+        (FMGDA(c_hat=0.1, c=0.1), CODA(0.1, 2.0, 6))
         if isinstance(problem, MultiLabelAUROC)
         else (FCSG(0.1), AccFCSGM(0.1))
     ):
@@ -338,7 +338,7 @@ def test_experiments_that_need_one_label(dataset: str, problem: str, more: Any, 
         (lambda: MultiLabelAUROC(network(), L, p=[0.5, 0.5, 0.5, 1.0]), "p must be 4 shares"),
         (lambda: MultiLabelAUROC(torch.zeros(3), L), "nn.Module"),  # type: ignore[arg-type]
         (lambda: MultiLabelAP(network(), margin=0), "margin must be above 0"),
-        (lambda: MultiLabelAP(network(3)).loss(torch.zeros(18), data()), r"shape \(40, 4\), not \(40, 3\)"),
+        (lambda: MultiLabelAP(network(3)).loss(torch.zeros(18, dtype=torch.float64), data()), r"shape \(40, 4\), not \(40, 3\)"),
         (lambda: MultiLabelAP(network()).loss(torch.zeros(24), (data()[0], torch.zeros(40))), r"y of shape \(n, L\)"),
         (lambda: MultiLabelAPOptions(batch=1), "batch must be at least 2"),
         (lambda: simulate(MultiLabelAP(network()), SOX(0.1), clients(), rounds=1, progress=False), "kind Conditional"),

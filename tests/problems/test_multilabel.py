@@ -30,6 +30,7 @@ from nestfed import (
 )
 from nestfed.core import DATASETS
 from nestfed.data.sources import Dataset, Source, Split
+from nestfed.deploy.site import Agreement, at_coordinator
 from nestfed.experiment.run import run
 from nestfed.experiment.spec import from_tables
 from nestfed.metrics import auroc, average_precision, judge
@@ -326,6 +327,12 @@ def test_experiments_that_need_one_label(dataset: str, problem: str, more: Any, 
     asked = from_tables(tables(dataset, problem, {"name": "fedavg", "eta": 0.1}, **more))
     with pytest.raises(NestfedError, match=words):
         run(asked, tmp_path, progress=False, picture=False)
+
+
+def test_a_deployment_says_that_it_cannot(dataset: str) -> None:
+    asked = from_tables(tables(dataset, "multi-label-ap", {"name": "fcsg", "alpha": 0.1}))
+    with pytest.raises(NestfedError, match="multi-label-ap cannot be deployed"):
+        at_coordinator(asked, Agreement(3, (8,), ("a", "b", "c", "d"), 0.5))
 
 
 # --- rejected ---

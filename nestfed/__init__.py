@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     )
     from nestfed.algorithms import build as algorithm
     from nestfed.core import METRICS, Metric, NestfedError
-    from nestfed.data.clients import Balanced, CrossPairs, Examples, Paced, Pairs
+    from nestfed.data.clients import Balanced, CrossPairs, Examples, Opposites, Paced, Pairs
     from nestfed.data.loaders import Loaders
     from nestfed.engine.callbacks import Callback
     from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
@@ -67,7 +67,9 @@ if TYPE_CHECKING:
     from nestfed.problems.auprc import AUPRC
     from nestfed.problems.auroc import AUROC
     from nestfed.problems.classify import Classify
+    from nestfed.problems.multilabel import MultiLabelAP, MultiLabelAUROC
     from nestfed.problems.paired import PairedAP, PairedAUROC
+    from nestfed.problems.partial import PairedPartialAUROC, PartialAUROC
     from nestfed.report.callbacks import MLflow, TensorBoard, WandB
     from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
 
@@ -128,6 +130,7 @@ _NAMES = {
         "Balanced",
         "CrossPairs",
         "Examples",
+        "Opposites",
         "Paced",
         "Pairs",
     ),
@@ -168,6 +171,14 @@ _NAMES = {
     "nestfed.problems.paired": (
         "PairedAP",
         "PairedAUROC",
+    ),
+    "nestfed.problems.multilabel": (
+        "MultiLabelAP",
+        "MultiLabelAUROC",
+    ),
+    "nestfed.problems.partial": (
+        "PairedPartialAUROC",
+        "PartialAUROC",
     ),
     "nestfed.study": (
         "FederatedAUC",
@@ -245,12 +256,17 @@ __all__ = [
     "Minimize",
     "Momentum",
     "MomentumLocalSGDA",
+    "MultiLabelAP",
+    "MultiLabelAUROC",
     "NaiveAdaptive",
     "NestfedError",
+    "Opposites",
     "Paced",
     "PairedAP",
     "PairedAUROC",
+    "PairedPartialAUROC",
     "Pairs",
+    "PartialAUROC",
     "Result",
     "Scaffold",
     "TensorBoard",

@@ -669,6 +669,20 @@ class Paired(Differentiable):
     def outer(self, u: Tensor) -> Tensor:
         """Return f(u), from (…, inner_dim) to (…)."""
 
+    # A problem may override the next three, to keep ℓ and u on another scale, such as their logarithms.
+
+    def inner_mean(self, values: Tensor, share: Tensor) -> Tensor:
+        """Return the mean of ℓ, (…, k, inner_dim), with these shares, (…, k): (…, inner_dim). Shares 0: any number."""
+        return (share[..., None] * values).sum(-2)
+
+    def moving_mean(self, u: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+        """Return (1−w)u + w·value."""
+        return (1 - weight) * u + weight * value
+
+    def tangent(self, slope: Tensor, u: Tensor, value: Tensor) -> Tensor:
+        """Return an expression with the gradient of f'(u)·ℓ, (…), u constant; slope: the derivative of `outer` at u."""
+        return (slope * value).sum(-1)
+
 
 class Tracked(Differentiable):
     """F(x) = E_ξ f_ξ(E g(x, ξ)), ξ one of the client's own examples, each with an inner value to track: `Conditional`."""

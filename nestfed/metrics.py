@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce, wraps
 from operator import add
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +33,15 @@ _IN_RECORD = re.compile(r"(?:val_)?(?:worst_)?(.+?)(?:_\d+)?")
 measured after 5 inner steps of a meta-learner."""
 
 
+_PARTIAL = re.compile(r"(?:val_)?(?:worst_)?(pauroc(?:@(.*))?)")
+
+
 def find(metric: str | Metric) -> Metric:
     """Return the metric for a column of a record, under the column's name; a `Metric` is returned unchanged."""
     if isinstance(metric, Metric):
         return metric
+    if asked := _PARTIAL.fullmatch(metric):
+        return Metric(metric, True, partial(partial_auroc, max_fpr=_rate(asked[2])), "ranking")
     found = _IN_RECORD.fullmatch(metric)
     for name in (metric, metric.removeprefix("val_"), found[1] if found else metric):
         if name in METRICS:
@@ -46,11 +52,50 @@ def find(metric: str | Metric) -> Metric:
     )
 
 
+def _rate(written: str | None) -> float:
+    try:
+        rate = float(written or "")
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate <= 1:
+        raise NestfedError(
+            "Partial AUROC needs the largest false positive rate, above 0 and at most 1, as in pauroc@0.3; got "
+            f"{'pauroc' if written is None else f'pauroc@{written}'}."
+        )
+    return rate
+
+
+def _partial_too(metric: str | Metric) -> dict[str, float]:
+    """Return {metric: ρ} for partial AUROC, without the prefix of validation data, and nothing for any other metric."""
+    asked = _PARTIAL.fullmatch(metric) if isinstance(metric, str) else None
+    return {asked[1]: _rate(asked[2])} if asked else {}
+
+
 # -------------------------------------------------------------------------------------- metrics of rows
 
 
+def _macro(metric: Callable[..., float]) -> Callable[..., float]:
+    """Extend a ranking metric to labels (n, L): its mean over labels, on known rows (not NaN), where both classes are present."""
+
+    @wraps(metric)
+    def mean_over_labels(scores: npt.ArrayLike, labels: npt.ArrayLike, *more: float, **options: float) -> float:
+        if np.ndim(labels) != 2:
+            return metric(scores, labels, *more, **options)
+        s, y = np.asarray(scores, dtype=np.float64), np.asarray(labels, dtype=np.float64)
+        s = s[:, None] if s.ndim == 1 else s
+        if s.shape != y.shape:
+            raise NestfedError(f"{y.shape[1]} labels need as many scores, not scores of shape {s.shape}.")
+        known = ~np.isnan(y)
+        both = [j for j in range(y.shape[1]) if len(np.unique(y[known[:, j], j])) > 1]
+        each = [metric(s[known[:, j], j], y[known[:, j], j], *more, **options) for j in both]
+        return fmean(each) if each else float("nan")
+
+    return mean_over_labels
+
+
+@_macro
 def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Area under the ROC curve, ties counting ½; NaN unless both classes are present."""
+    """Area under the ROC curve, ties counting ½; NaN unless both classes are present. For labels (n, L) the mean over labels."""
     s, y = _scored(scores, labels)
     if np.isnan(s).any() or y.all() or not y.any():
         return float("nan")
@@ -59,8 +104,24 @@ def auroc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     return float(positives @ below / (positives.sum() * negatives.sum()))
 
 
+@_macro
+def partial_auroc(scores: npt.ArrayLike, labels: npt.ArrayLike, max_fpr: float) -> float:
+    """Mean true positive rate over false positive rates up to ``max_fpr``: the area under that part of the ROC curve / max_fpr.
+
+    It is the AUROC against the share max_fpr of the highest-scored negatives; with max_fpr = 1 the AUROC, and about max_fpr/2
+    by chance. NaN unless both classes are present. ``roc_auc_score(max_fpr=…)`` of scikit-learn rescales it as
+    ½(1 + (v − max_fpr/2)/(1 − max_fpr/2)), which makes chance ½.
+    """
+    s, y = _scored(scores, labels)
+    if np.isnan(s).any() or y.all() or not y.any():
+        return float("nan")
+    positives, negatives = _tallied(s, y)
+    return _partial_area(positives[::-1], negatives[::-1], max_fpr).value
+
+
+@_macro
 def average_precision(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Average precision Σ (R_i − R_{i−1})·P_i over distinct scores; NaN without positives."""
+    """Average precision Σ (R_i − R_{i−1})·P_i over distinct scores; NaN without positives. For labels (n, L) the mean over labels."""
     s, y = _scored(scores, labels)
     if np.isnan(s).any() or not y.any():
         return float("nan")
@@ -144,14 +205,20 @@ for _metric in (
     METRICS.add(_metric.name, _metric)
 
 
-def judge(scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = False) -> dict[str, float]:
+def judge(
+    scores: npt.ArrayLike, labels: npt.ArrayLike, *, log_odds: bool = False, metric: str | Metric = ""
+) -> dict[str, float]:
     """Return all metrics that apply: ranking metrics for one score per example, logit metrics for one per class.
 
+    With several labels per example, (n, L), NaN if unknown, ranking metrics are means over the labels that have both classes.
     log_odds: single scores are log-odds, as from cross-entropy, so both kinds apply.
+    metric: pauroc@ρ adds the partial AUROC up to the false positive rate ρ; any other name adds nothing.
     """
-    one = np.ndim(scores) == 1
-    kinds = ["ranking"] * one + ["log-odds"] * (log_odds or not one)
-    return {m.name: m(scores, labels) for m in METRICS.values() if m.scores in kinds}
+    several = np.ndim(labels) == 2
+    one = np.ndim(scores) == 1 or several
+    kinds = ["ranking"] * one + ["log-odds"] * ((log_odds or not one) and not several)
+    found = {m.name: m(scores, labels) for m in METRICS.values() if m.scores in kinds}
+    return found | {name: partial_auroc(scores, labels, rate) for name, rate in _partial_too(metric).items() if one}
 
 
 # --------------------------------------------------------------------------------- value and certainty
@@ -291,6 +358,13 @@ class ScoreHistogram:
             float(np.mean(true / (true + false_before))),
         )
 
+    def partial_auroc(self, max_fpr: float) -> Estimate:
+        """Pooled partial AUROC, with bounds from the worst and the best order inside each bin."""
+        pos, neg = self.positives[::-1].astype(np.float64), self.negatives[::-1].astype(np.float64)
+        if not (pos.any() and neg.any()) or self.unscored:
+            return _UNKNOWN
+        return _partial_area(pos, neg, max_fpr)
+
     def roc_curve(self) -> tuple[Floats, Floats]:
         """False and true positive rates, from (0, 0) to (1, 1), one point per non-empty bin."""
         used, true, false = self._cumulated()
@@ -339,39 +413,51 @@ class ScoreTotals:
         histograms = [h for h in (self.histogram, other.histogram) if h is not None]
         return ScoreTotals(self.examples + other.examples, sums, reduce(add, histograms) if histograms else None)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics over all examples; auroc_error is the largest error that the bins can cause."""
+    def metrics(self, metric: str | Metric = "") -> dict[str, float]:
+        """Return the metrics over all examples; auroc_error is the largest error that the bins can cause.
+
+        metric: as in `judge`.
+        """
         found = {k: v / self.examples if self.examples else float("nan") for k, v in self.sums.items()}
         if self.histogram is not None:
-            for name, estimate in (("auroc", self.histogram.auroc()), ("ap", self.histogram.average_precision())):
+            estimates = {"auroc": self.histogram.auroc(), "ap": self.histogram.average_precision()}
+            estimates |= {name: self.histogram.partial_auroc(rate) for name, rate in _partial_too(metric).items()}
+            for name, estimate in estimates.items():
                 found |= {name: estimate.value, f"{name}_error": estimate.error}
         return found
 
 
 def judge_pooled(
-    scores: npt.ArrayLike, labels: npt.ArrayLike, parts: Iterable[npt.ArrayLike], *, log_odds: bool = False
+    scores: npt.ArrayLike,
+    labels: npt.ArrayLike,
+    parts: Iterable[npt.ArrayLike],
+    *,
+    log_odds: bool = False,
+    metric: str | Metric = "",
 ) -> dict[str, float]:
     """Return the metrics computed from clients' totals.
 
     scores, labels: of all rows.
     parts: the rows of each client.
     log_odds: single scores are log-odds.
+    metric: as in `judge`.
     """
     s, y = np.asarray(scores), np.asarray(labels)
-    return pooled([ScoreTotals.of(s[rows], y[rows], log_odds=log_odds) for rows in map(np.asarray, parts) if len(rows)])
+    each = [ScoreTotals.of(s[rows], y[rows], log_odds=log_odds) for rows in map(np.asarray, parts) if len(rows)]
+    return pooled(each, metric)
 
 
-def pooled(totals: Sequence[ScoreTotals]) -> dict[str, float]:
+def pooled(totals: Sequence[ScoreTotals], metric: str | Metric = "") -> dict[str, float]:
     """Return the metrics over all clients from their totals, and as worst_NAME the worst client's.
 
-    A client for which a metric is undefined is not the worst.
+    A client for which a metric is undefined is not the worst. `metric` is that of `judge`.
     """
     if not totals:
         raise NestfedError("No client has examples to evaluate on.")
-    found, own = reduce(add, totals).metrics(), [client.metrics() for client in totals]
+    found, own = reduce(add, totals).metrics(metric), [client.metrics(metric) for client in totals]
     for name in [k for k in found if not k.endswith("_error")]:
         known = [values[name] for values in own if not math.isnan(values.get(name, math.nan))]
-        found[f"worst_{name}"] = METRICS[name].worst(known) if known else math.nan
+        found[f"worst_{name}"] = find(name).worst(known) if known else math.nan
     return found
 
 
@@ -402,6 +488,19 @@ def _tallied(scores: Floats, labels: npt.NDArray[np.bool_]) -> tuple[Floats, Flo
     ranks = np.unique(scores, return_inverse=True)[1]
     positives, negatives = (np.bincount(ranks, which).astype(np.float64) for which in (labels, ~labels))
     return positives, negatives
+
+
+def _partial_area(positives: Floats, negatives: Floats, max_fpr: float) -> Estimate:
+    """Return the area under the ROC curve up to max_fpr, divided by it, from counts by score, the highest scores first.
+
+    The curve is straight within a score. The bounds are its areas if the negatives of a score come first, or the positives.
+    """
+    width, height = negatives / negatives.sum(), positives / positives.sum()
+    used = (max_fpr - (width.cumsum() - width)).clip(0, width)
+    before = height.cumsum() - height
+    rise = height * used / np.where(width > 0, width, 1)
+    low, value, high = (float(used @ (before + part) / max_fpr) for part in (0, rise / 2, height))
+    return Estimate(value, low, high)
 
 
 def _scored(scores: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[Floats, npt.NDArray[np.bool_]]:

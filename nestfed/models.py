@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
-from nestfed.core import NETWORKS, NestfedError, whole
+from nestfed.core import NETWORKS, Metric, NestfedError, whole
 from nestfed.metrics import judge
 
 
@@ -158,11 +158,12 @@ class HeldOut:
     x: Tensor
     y: Tensor
     log_odds: bool = False
+    metric: str | Metric = ""
 
     @property
     def binary(self) -> bool:
         """Whether the labels have two classes."""
-        return len(self.y) > 0 and int(self.y.max()) <= 1
+        return self.y.dim() == 1 and len(self.y) > 0 and int(self.y.max()) <= 1
 
     def scored(self, model: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return a model's scores of the examples, and their labels."""
@@ -170,16 +171,17 @@ class HeldOut:
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return the metrics of a model."""
-        return judge(*self.scored(model), log_odds=self.log_odds)
+        return judge(*self.scored(model), log_odds=self.log_odds, metric=self.metric)
 
 
-def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False) -> HeldOut:
+def held_out(x: Tensor, y: Tensor, *, log_odds: bool = False, metric: str | Metric = "") -> HeldOut:
     """Return a function for `simulate(evaluate=…)` that computes a model's metrics on held-out examples.
 
-    x, y: the examples and their labels.
+    x, y: the examples and their labels; y of shape (n, L) has several labels per example, NaN if unknown.
     log_odds: whether single scores are logits, so that accuracy and log-loss apply too.
+    metric: pauroc@ρ adds the partial AUROC up to the false positive rate ρ, such as pauroc@0.3.
     """
-    return HeldOut(x, y, log_odds)
+    return HeldOut(x, y, log_odds, metric)
 
 
 def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from nestfed.metrics import (
     log_loss,
     mae,
     mse,
+    partial_auroc,
     perplexity,
     r2,
 )
@@ -72,6 +74,49 @@ def columns(rows: list[tuple[float, int]]) -> tuple[list[float], list[int]]:
 
 
 # --------------------------------------------------------------------------------------- rows in one place
+
+
+rates = st.sampled_from([0.01, 0.1, 0.3, 0.5, 1.0])
+
+
+@given(examples, rates)
+def test_partial_auroc_is_that_of_scikit_learn_before_its_rescaling(rows: list[tuple[float, int]], rho: float) -> None:
+    scores, labels = columns(rows)
+    value = partial_auroc(scores, labels, rho)
+    finite = np.unique(scores, return_inverse=True)[1]  # it takes no infinite scores
+    standardised = roc_auc_score(labels, finite, max_fpr=rho)
+    expected = standardised if rho == 1 else 2 * (standardised - 0.5) * (1 - rho / 2) + rho / 2
+    assert value == pytest.approx(expected, abs=1e-9)
+    if rho == 1:
+        assert value == pytest.approx(auroc(scores, labels), abs=ROUNDING)
+    assert find(f"pauroc@{rho:g}")(scores, labels) == value
+    assert judge(scores, labels, metric=f"val_pauroc@{rho:g}")[f"pauroc@{rho:g}"] == value
+
+
+@given(examples, grids, rates)
+def test_partial_auroc_of_counts_lies_between_its_bounds(rows: list[tuple[float, int]], grid: Any, rho: float) -> None:
+    scores, labels = columns(rows)
+    bins, range = grid
+    pooled = sum(ScoreHistogram.of([s], [y], bins, range) for s, y in rows)
+    estimate = pooled.partial_auroc(rho)  # type: ignore[union-attr]
+    assert estimate.low - ROUNDING <= partial_auroc(scores, labels, rho) <= estimate.high + ROUNDING
+    assert estimate.low - ROUNDING <= estimate.value <= estimate.high + ROUNDING
+    if rho == 1:
+        assert estimate.value == pytest.approx(pooled.auroc().value, abs=ROUNDING)  # type: ignore[union-attr]
+    totals = ScoreTotals.of(scores, labels)
+    assert totals.metrics("pauroc@0.1")["pauroc@0.1"] == pytest.approx(totals.histogram.partial_auroc(0.1).value)  # type: ignore[union-attr]
+
+
+def test_partial_auroc_by_hand() -> None:
+    """The mean over positives of the wins against the two highest of four negatives: 4 beats both, 2 beats neither."""
+    scores, labels = [4.0, 3.0, 2.5, 2.0, 1.0, 0.0], [1, 0, 0, 1, 0, 0]
+    assert partial_auroc(scores, labels, 0.5) == 0.5
+    assert partial_auroc(scores, labels, 0.75) == pytest.approx((1 + 1 / 3) / 2)
+    assert math.isnan(partial_auroc(scores, [1] * 6, 0.5))
+    assert ScoreHistogram.of(scores, [0] * 6).partial_auroc(0.5).error != 0
+    for wrong in ("pauroc", "pauroc@", "pauroc@0", "pauroc@1.2", "pauroc@much"):
+        with pytest.raises(NestfedError, match=r"as in pauroc@0\.3; got "):
+            find(wrong)
 
 
 @given(examples)

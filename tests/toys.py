@@ -21,6 +21,7 @@ from nestfed.data.clients import CrossPairs
 from nestfed.data.random import Purpose, Streams
 from nestfed.problems.base import Compositional, Conditional, Minimax, Minimize
 from nestfed.problems.paired import PairedAP, PairedAUROC
+from nestfed.problems.partial import PairedPartialAUROC
 from tests.support import simulate
 
 D, P, B, M, TASKS, SAMPLED = 3, 4, 2, 3, 4, 2
@@ -413,6 +414,22 @@ def tilted(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     return s._replace(problem=Tilted(Bent(dtype), rows=s.clients.rows), maps={**s.maps, **own})
 
 
+def steep(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """Positives against negatives, f(u) = λ log u, ℓ = exp(ψ/λ), ψ = log(1 + e^−s), λ = ½: the problem has logarithms."""
+
+    def ell(a: float, b: float, y: float) -> np.ndarray:
+        return np.array([(1 + np.exp(b - a)) ** 2])
+
+    def slopes(a: float, b: float, y: float) -> tuple[np.ndarray, np.ndarray]:
+        pull = np.array([2 * (1 + np.exp(b - a)) * np.exp(b - a)])
+        return -pull, pull
+
+    s = paired(N, dtype)
+    options = {"rows": s.clients.rows, "others": 10**6}  # no bound on ℓ/u: the box has none
+    problem = PairedPartialAUROC(Bent(dtype), temperature=0.5, loss="logistic", **options)
+    return s._replace(problem=problem, maps={**s.maps, "ell": ell, "slopes": slopes, "outer": lambda u: 0.5 / u})
+
+
 def crossing(clients: CrossPairs) -> dict[str, Callable[..., Any]]:
     """Return what the boxes need of rows, scores and luck."""
 
@@ -464,7 +481,7 @@ class Ranking:
 
 SETTINGS = {
     f.__name__: f
-    for f in (plain, parted, conditional, sampled, compositional, tasked, minimax, paired, precise, tilted)
+    for f in (plain, parted, conditional, sampled, compositional, tasked, minimax, paired, precise, tilted, steep)
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,12 +43,19 @@ def _passive(table: Tensor, fresh: Tensor, count: int, k: int, batch: Batch, str
 def _compared(problem: Paired, h: Tensor, others: Passive) -> Tensor:
     """Return mean ℓ(h_i, c') over the passive numbers of each own S1 row, (b, inner_dim)."""
     value = problem.pair(h[:, None], others.numbers[..., 0], others.numbers[..., 1:])
-    return (others.share[..., None] * value).sum(1)
+    return problem.inner_mean(value, others.share)
 
 
-def _slope(problem: Paired, u: Tensor) -> Tensor:
-    """Return f'(u) for every row of u."""
-    return torch.func.grad(lambda v: problem.outer(v).sum())(u)
+class Tangent(NamedTuple):
+    """Inner values u and the slopes f'(u) there, both constant."""
+
+    slope: Tensor
+    u: Tensor
+
+
+def _tangent(problem: Paired, u: Tensor) -> Tangent:
+    """Return the slope for every row of u."""
+    return Tangent(torch.func.grad(lambda v: problem.outer(v).sum())(u), u)
 
 
 def _cotangents(
@@ -56,18 +63,18 @@ def _cotangents(
     scores: tuple[Tensor, Tensor],
     drawn: Drawn,
     passive: tuple[Passive, Passive],
-    slopes: tuple[Any, Any],
+    at: tuple[Tangent, Tangent],
 ) -> tuple[Tensor, Tensor]:
     """Return the derivatives of mean_i f'(u_i)ℓ(h_i, c'_i) + mean_j f'(ũ_j)ℓ(c_j, h'_j) with respect to h and h'.
 
-    slopes: f' of own S1 rows, (b1, inner_dim), and of passive ones, (b2, k, inner_dim), both constant.
+    at: of own S1 rows, (b1, inner_dim), and of passive ones, (b2, k, inner_dim).
     """
-    others, ranked = passive
+    (others, ranked), (own, theirs) = passive, at
 
     def surrogate(h1: Tensor, h2: Tensor) -> Tensor:
-        first = (slopes[0] * _compared(problem, h1, others)).sum(-1)
+        first = problem.tangent(*own, _compared(problem, h1, others))
         value = problem.pair(ranked.numbers[..., 0], h2[:, None], drawn.marks[:, None])
-        second = (ranked.share * (slopes[1] * value).sum(-1)).sum(1)
+        second = (ranked.share * problem.tangent(*theirs, value)).sum(1)
         return (drawn.first * first).mean() + (drawn.second * second).mean()
 
     found: tuple[Tensor, Tensor] = torch.func.grad(surrogate, argnums=(0, 1))(*scores)
@@ -144,8 +151,8 @@ class FeDXL1(_Crossing[Crossed]):
         if t > 0:
             others = _passive(s.pool2, s.fresh, len(h1), self.passive, batch, 0)
             ranked = _passive(s.pool1, s.fresh, len(h2), self.passive, batch, 1)
-            slope = _slope(problem, x.new_zeros(problem.inner_dim))
-            G = pull(*_cotangents(problem, (h1, h2), drawn, (others, ranked), (slope, slope)))
+            anywhere = _tangent(problem, x.new_zeros(problem.inner_dim))
+            G = pull(*_cotangents(problem, (h1, h2), drawn, (others, ranked), (anywhere, anywhere)))
             x = problem.project(x - at(self.eta, t) * G)
             loss = (drawn.first * problem.outer(_compared(problem, h1, others))).mean()
         batch.note(len(h1) + len(h2), loss)
@@ -215,15 +222,15 @@ class FeDXL2(_Crossing[CrossedStates]):
             own = torch.cat([h2[:, None], drawn.marks], 1).expand(len(h1), -1, -1)
             others = Passive(own, share.expand(len(h1), -1))
         value, real = _compared(problem, h1, others), drawn.first > 0
-        u, table, met = self._refreshed(s, drawn.rows, value, real & (others.share.sum(1) > 0), t)
+        u, table, met = self._refreshed(problem, s, drawn.rows, value, real & (others.share.sum(1) > 0), t)
         known = real & ((met[drawn.rows] > 0) | problem.linear)  # a linear f does not depend on u
         safe = torch.where(known[:, None], u, 1)  # f may be undefined at 0
         x, m, loss = s.x, s.m, None
         if t > 0:
             ranked = _passive(s.pool1, s.fresh, len(h2), self.passive, batch, 1)
             theirs = torch.where(ranked.share[..., None] > 0, ranked.numbers[..., 1:], 1)
-            slopes = _slope(problem, safe), _slope(problem, theirs)
-            G = pull(*_cotangents(problem, (h1, h2), drawn, (others, ranked), slopes))
+            tangents = _tangent(problem, safe), _tangent(problem, theirs)
+            G = pull(*_cotangents(problem, (h1, h2), drawn, (others, ranked), tangents))
             b = 1.0 if t == 1 else at(self.beta, t)
             m = (1 - b) * m + b * G
             x = problem.project(x - at(self.eta, t) * m)
@@ -236,11 +243,11 @@ class FeDXL2(_Crossing[CrossedStates]):
         )  # fmt: skip
 
     def _refreshed(
-        self, s: CrossedStates, rows: Tensor, value: Tensor, now: Tensor, t: int
+        self, problem: Paired, s: CrossedStates, rows: Tensor, value: Tensor, now: Tensor, t: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the new u of these rows, of all rows, and which are met; only rows with `now` change."""
         met = s.met[rows]
         c = torch.where(met > 0, torch.full_like(met, first(self.gamma, t)), 1.0) * now
-        u = (1 - c)[:, None] * s.u[rows] + c[:, None] * value
+        u = problem.moving_mean(s.u[rows], value, c[:, None])
         table = s.u.scatter(0, rows[:, None].expand_as(u), u)
         return u, table, s.met.scatter(0, rows, torch.where(now, torch.ones_like(met), met))

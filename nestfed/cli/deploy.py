@@ -49,7 +49,8 @@ def init_(
     experiment: Annotated[
         str,
         typer.Option(
-            help="An experiment file, or a name from `nestfed list`.", show_default="average-precision, 10 rounds of fcsg-m"
+            help="An experiment file, or a name from `nestfed list`.",
+            show_default="average-precision, 10 rounds of fcsg-m",
         ),
     ] = "average-precision",
     method: Method = "",

@@ -295,7 +295,47 @@ class Balanced(_Held):
 
 
 @dataclass(frozen=True)
-class Pairs(_Held):
+class _Ranked(_Held):
+    """Clients that draw b of their positives as outer samples, each with a number, from arrays (x, y), y in {0, 1}."""
+
+    outer: Size = field(default=8, kw_only=True)
+    inner: int = field(default=24, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        labels = self.arrays[1].cpu().numpy()
+        _reject_other_labels(self)
+        split = [(part[labels[part] == 1], part[labels[part] == 0]) for part in self.parts]
+        if not any(len(p) for p, _ in split):
+            raise NestfedError("No client has a positive example: there is nothing to rank.")
+        object.__setattr__(self, "_split", split)
+        object.__setattr__(self, "_numbered", [np.unique(p if len(p) else q) for p, q in split])
+
+    @property
+    def outer_examples(self) -> int:
+        """The largest number of positives on a client."""
+        return max(len(p) for p, _ in self._split)  # type: ignore[attr-defined]
+
+    def drawn(self, n: int, t: int, *strata: int) -> np.ndarray:
+        """Draw outer positives, then these numbers of inner positives and inner negatives; fill an empty class by the other."""
+        positives, negatives = self._split[n]  # type: ignore[attr-defined]
+        streams: Streams = self._streams  # type: ignore[attr-defined]
+        some, rest = (positives if len(positives) else negatives), (negatives if len(negatives) else positives)
+        outer = some[without_replacement(streams.at(Purpose.BATCH, n, t), len(some), size_at(self.outer, t))]
+        generator = streams.at(Purpose.INNER, n, t)
+        inner = [own[without_replacement(generator, len(own), k)] for own, k in zip((some, rest), strata)]
+        return np.concatenate([outer, *inner])
+
+    def which(self, ns: Sequence[int], t: int, rows: np.ndarray) -> Tensor:
+        """Return the numbers of the outer samples among each client's positives."""
+        b = size_at(self.outer, t)
+        # Without positives the outer examples are negatives, maybe more than a client has positives.
+        numbers = [np.searchsorted(self._numbered[n], own[:b]) % self.outer_examples for n, own in zip(ns, rows)]  # type: ignore[attr-defined]
+        return torch.from_numpy(np.stack(numbers)).to(self.arrays[0].device)
+
+
+@dataclass(frozen=True)
+class Pairs(_Ranked):
     """Clients for pairwise objectives such as AUPRC: b positives as outer samples, m examples as inner ones.
 
     The arrays are (x, y) with y in {0, 1}. A batch is (outer, inner, which) with outer = (x⁺, weight) and
@@ -308,45 +348,23 @@ class Pairs(_Held):
     positive (SOX): `AUPRC(model, outer_examples=clients.outer_examples)`.
     """
 
-    outer: Size = field(default=8, kw_only=True)
-    inner: int = field(default=24, kw_only=True)
     inner_positives: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        labels = self.arrays[1].cpu().numpy()
-        _reject_other_labels(self)
         if self.inner < 2:
             raise NestfedError(f"The inner batch needs at least 2 examples, not {self.inner}.")
         positives = self.inner // 2 if self.inner_positives is None else self.inner_positives
         if not 0 < positives < self.inner:
             raise NestfedError(f"inner_positives must be in 1…{self.inner - 1}, not {positives}.")
-        split = [(part[labels[part] == 1], part[labels[part] == 0]) for part in self.parts]
-        if not any(len(p) for p, _ in split):
-            raise NestfedError("No client has a positive example: AUPRC is not defined.")
-        rates = torch.tensor([len(p) / (len(p) + len(q)) for p, q in split], dtype=torch.float64)
-        object.__setattr__(self, "_split", split)
+        rates = torch.tensor([len(p) / (len(p) + len(q)) for p, q in self._split], dtype=torch.float64)  # type: ignore[attr-defined]
         object.__setattr__(self, "_rates", rates)
         object.__setattr__(self, "_positives", positives)
-        object.__setattr__(self, "_numbered", [np.unique(p if len(p) else q) for p, q in split])
-
-    @property
-    def outer_examples(self) -> int:
-        """The largest number of positives on a client."""
-        return max(len(p) for p, _ in self._split)  # type: ignore[attr-defined]
 
     def indices(self, n: int, t: int) -> np.ndarray:
         """Draw outer positives, inner positives, inner negatives, in this order."""
-        positives, negatives = self._split[n]  # type: ignore[attr-defined]
         k = self._positives  # type: ignore[attr-defined]
-        streams: Streams = self._streams  # type: ignore[attr-defined]
-        # Fill an empty stratum from the other one, with weight 0.
-        some, rest = (positives if len(positives) else negatives), (negatives if len(negatives) else positives)
-        outer = some[without_replacement(streams.at(Purpose.BATCH, n, t), len(some), size_at(self.outer, t))]
-        generator = streams.at(Purpose.INNER, n, t)
-        first = some[without_replacement(generator, len(some), k)]
-        second = rest[without_replacement(generator, len(rest), self.inner - k)]
-        return np.concatenate([outer, first, second])
+        return self.drawn(n, t, k, self.inner - k)
 
     def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int, rows: np.ndarray) -> Data:
         """Split the rows into outer and inner samples; weight the strata by each client's positive rate."""
@@ -359,10 +377,32 @@ class Pairs(_Held):
             [(rate * m / k)[:, None].expand(-1, k), ((1 - rate) * m / (m - k))[:, None].expand(-1, m - k)], 1
         )
         outer = (x[:, :b], present[:, None].expand(-1, b))
-        # Without positives the outer examples are negatives, maybe more than a client has positives.
-        numbers = [np.searchsorted(self._numbered[n], own[:b]) % self.outer_examples for n, own in zip(ns, rows)]  # type: ignore[attr-defined]
-        which = torch.from_numpy(np.stack(numbers)).to(x.device)
-        return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(kind), inner.to(kind))), which
+        return outer, tuple(a[:, None] for a in (x[:, b:], y[:, b:].to(kind), inner.to(kind))), self.which(ns, t, rows)
+
+
+@dataclass(frozen=True)
+class Opposites(_Ranked):
+    """Clients for `PartialAUROC`: b positives as outer samples, m negatives as inner ones.
+
+    The arrays are (x, y) with y in {0, 1}. A batch is (outer, inner, which) with outer = (x⁺, weight) and inner = (x⁻,),
+    leading axes (1, m): all outer samples share the same inner ones. A client of one class has outer weights 0 and
+    contributes no gradient; all others have weights 1. `which` is that of `Pairs`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("The number of inner negatives", self.inner)
+
+    def indices(self, n: int, t: int) -> np.ndarray:
+        """Draw outer positives, then negatives."""
+        return self.drawn(n, t, 0, self.inner)
+
+    def assemble(self, gathered: tuple[Tensor, ...], ns: Sequence[int], t: int, rows: np.ndarray) -> Data:
+        """Split the rows into outer and inner samples."""
+        x, b = gathered[0], size_at(self.outer, t)
+        kind = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        both = torch.tensor([all(map(len, self._split[n])) for n in ns], device=x.device).to(kind)  # type: ignore[attr-defined]
+        return (x[:, :b], both[:, None].expand(-1, b)), (x[:, None, b:],), self.which(ns, t, rows)
 
 
 @dataclass(frozen=True)
@@ -416,13 +456,19 @@ class CrossPairs(_Held):
             [totals.clients * len(s) / size if self.over == "rows" else 1.0 for s, size in zip(sides, sizes)]
             for sides in held
         ]
-        object.__setattr__(self, "_held", held)
-        object.__setattr__(self, "_shares", shares)
+        for name, value in (("_held", held), ("_shares", shares), ("_totals", (totals, sizes[1]))):
+            object.__setattr__(self, name, value)
 
     @property
     def rows(self) -> int:
         """One more than the largest number of S1 rows of a client: what a problem with one state per S1 row needs."""
         return 1 + max(len(first) for first, _ in self._held)  # type: ignore[attr-defined]
+
+    @property
+    def others(self) -> int:
+        """The most that one S2 row can count in a mean: what a problem that bounds ℓ/u by it needs."""
+        totals, S2 = self._totals  # type: ignore[attr-defined]
+        return S2 if self.over == "rows" else S2 * totals.clients
 
     def _positions(self, n: int, t: int) -> list[np.ndarray]:
         """Draw client n's rows of S1 and S2, as positions among its own."""

@@ -30,7 +30,8 @@ class Dataset:
 
     x        images uint8 (n, channels, height, width) · tables float32 (n, features), missing = NaN ·
              text int32 (n,), the number of each word
-    y        int64 (n,) labels, positions in `classes`; empty for text
+    y        int64 (n,) labels, positions in `classes`; empty for text ·
+             float32 (n, L) with 0, 1 or NaN = unknown, if examples have several labels, named by `classes`
     columns  further properties of each example, to split by: hospital, region, patient, alphabet, …
     schema   the columns of a table x (see `nestfed.data.encoding`); a text column is several 0/1 features
     classes  names of the labels; for text the vocabulary

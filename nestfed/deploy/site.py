@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import NestfedError
+from nestfed.core import Metric, NestfedError
 from nestfed.data import encoding
 from nestfed.data.clients import Totals
 from nestfed.data.encoding import NO_TABLE, Schema, Sums, TableEncoding
@@ -188,6 +188,8 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     """Return the objects of the coordinator, which has no labelled examples and evaluates none."""
     if not isinstance(experiment.problem, Labelled):
         return assemble(experiment)
+    if experiment.problem.several:
+        raise NestfedError(f"{experiment.problem.name} cannot be deployed: sites count scores of one label only.")
     # Two rows of zeros replace the examples: the model needs only their shape.
     x, y = torch.zeros((2, *agreement.shape)), torch.tensor([0, 1])
     rows = [np.arange(2)] * agreement.clients
@@ -283,13 +285,13 @@ def tally_error(tally: Mapping[str, np.ndarray]) -> str:
     return ""
 
 
-def pool(tallies: Sequence[Mapping[str, np.ndarray]]) -> Metrics:
-    """Return the metrics over all sites from their tallies."""
+def pool(tallies: Sequence[Mapping[str, np.ndarray]], metric: str | Metric = "") -> Metrics:
+    """Return the metrics over all sites from their tallies; `metric` is that of `nestfed.metrics.judge`."""
     found: Metrics = {}
     for prefix in ("", "val_"):
         totals = [_totals(t, prefix) for t in tallies if f"{prefix}histogram" in t or f"{prefix}sum.examples" in t]
         if totals:
-            found |= {prefix + k: v for k, v in pooled(totals).items()}
+            found |= {prefix + k: v for k, v in pooled(totals, metric).items()}
     return found
 
 

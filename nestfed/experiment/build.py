@@ -120,7 +120,7 @@ def _own(experiment: OwnExperiment, seed: int) -> Assembly:
         None if validation is None else partial(_measured, "validate", validation),
         None,
         test.scored if isinstance(test, models.HeldOut) and test.binary else None,
-        validation.scored if isinstance(validation, models.HeldOut) else None,
+        validation.scored if isinstance(validation, models.HeldOut) and validation.y.dim() == 1 else None,
     )
 
 
@@ -136,7 +136,8 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     """
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
-    binary = prepared.classes == 2
+    several = prepared.y.dim() == 2
+    binary = prepared.classes == 2 and not several
     shape = tuple(prepared.x.shape[1:])
     model = models.build(
         experiment.model.name, shape, 1 if binary else prepared.classes, seed=seed, **experiment.model.options
@@ -145,6 +146,10 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     def build(objective: Objective, algorithm: Algorithm[Any, Any]) -> tuple[Any, Any]:
         if not isinstance(objective, Labelled):
             raise NestfedError(f"warm_up.problem must work on labelled examples, which {objective.name} does not.")
+        if objective.several != several:
+            has = "several labels" if several else "one label"
+            wants = "multi-label-auroc or multi-label-ap" if several else "a problem for one label, such as auroc"
+            raise NestfedError(f"{objective.name} cannot learn from {has} per example: set problem.name to {wants}.")
         if objective.binary and not binary:
             raise NestfedError(f"{objective.name} needs two classes, not {prepared.classes}: set data.binary = true.")
         return objective.build(
@@ -167,17 +172,22 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
         # With the run's objective, the whole point is handed over, not the model alone.
         warm_up = WarmUp(spec.rounds, before, first if spec.problem.name else None, own_clients)
     device = experiment.execution.device
-    on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds)
+    metric = objective.metric(prepared.classes)
+    wanted = experiment.evaluation.metric or metric
+    on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds, metric=wanted)
     validation = None if prepared.validation is None else partial(on, held=prepared.validation)
     ranks = partial(scored, prepared=prepared, held=prepared.test, device=device) if binary else None
     held = prepared.validation
-    validated = None if held is None else partial(scored, prepared=prepared, held=held, device=device)
-    test, metric = partial(on, held=prepared.test), objective.metric(prepared.classes)
+    # Rows are resampled by class, which several labels do not have.
+    validated = None if held is None or several else partial(scored, prepared=prepared, held=held, device=device)
+    test = partial(on, held=prepared.test)
 
     def by_client(model: Any) -> dict[str, Metrics]:
         scores, labels = scored(model, prepared, prepared.test, device)
         parts = zip(prepared.names, prepared.test.parts)
-        return {name: judge(scores[p], labels[p], log_odds=objective.log_odds) for name, p in parts if len(p)}
+        return {
+            name: judge(scores[p], labels[p], log_odds=objective.log_odds, metric=wanted) for name, p in parts if len(p)
+        }
 
     return Assembly(
         problem,
@@ -195,13 +205,19 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
 
 
 def evaluate(
-    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu", *, log_odds: bool = False
+    model: Callable[[Tensor], Tensor],
+    prepared: Prepared,
+    held: Held,
+    device: str = "cpu",
+    *,
+    log_odds: bool = False,
+    metric: str | Metric = "",
 ) -> Metrics:
     """Return a model's metrics on held-out examples; if clients hold them, from counts that clients may share."""
     scores, labels = scored(model, prepared, held, device)
     if held.parts:
-        return judge_pooled(scores, labels, held.parts, log_odds=log_odds)
-    return judge(scores, labels, log_odds=log_odds)
+        return judge_pooled(scores, labels, held.parts, log_odds=log_odds, metric=metric)
+    return judge(scores, labels, log_odds=log_odds, metric=metric)
 
 
 def scored(

@@ -25,6 +25,8 @@ PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "tiny-imagenet-200": _TINY,
 }
 """The usual mean and standard deviation per channel, for pixels in [0, 1]. Other images stay in [0, 1]."""
+BY_CLASS = ("similar", "all-classes", "k-classes", "dirichlet")
+"""The kinds of partition that look at labels."""
 Scaling = Callable[[np.ndarray], Tensor]
 KEEP_AS_FLOATS = 300_000_000
 """Convert images to floats once if they need at most this many bytes, otherwise batch by batch."""
@@ -142,11 +144,15 @@ def divide(
 ) -> Prepared:
     """Do all of `prepare` except loading. `scaling` replaces the scaling computed from these examples."""
     labels, classes = _labels(whole.y, len(whole.classes), data)
+    several = labels.ndim == 2
+    if several:
+        _check_several(data, parts)
     _check_removal(data, classes)
-    owners = _Owners.divide(parts, whole, labels, seed) if data.held_out == "clients" else None
-    rows = _choose(data, whole, labels, owners, own_test=test is None, seed=seed)
+    strata = np.zeros(len(labels), np.int64) if several else labels
+    owners = _Owners.divide(parts, whole, strata, seed) if data.held_out == "clients" else None
+    rows = _choose(data, whole, strata, owners, own_test=test is None, seed=seed)
     if owners is None:
-        shares, names = _divide(parts, {k: v[rows.train] for k, v in whole.columns.items()}, labels[rows.train], seed)
+        shares, names = _divide(parts, {k: v[rows.train] for k, v in whole.columns.items()}, strata[rows.train], seed)
     else:
         shares, names = owners.training(rows.train), owners.names
     scale, later = _scaling(data.name, whole, rows.train, shares, names) if scaling is None else (scaling, None)
@@ -170,7 +176,7 @@ def divide(
         held(rows.validation) if len(rows.validation) else None,
         classes,
         later,
-        _summary(data, whole, shares, labels[rows.train], names),
+        _summary(data, whole, shares, strata[rows.train], names, several),
     )
 
 
@@ -248,10 +254,17 @@ def _scaling(
 
 
 def _summary(
-    data: DataSpec, whole: Dataset, shares: Sequence[np.ndarray], labels: np.ndarray, names: Sequence[str]
+    data: DataSpec,
+    whole: Dataset,
+    shares: Sequence[np.ndarray],
+    labels: np.ndarray,
+    names: Sequence[str],
+    several: bool,
 ) -> partition.Summary:
-    """Count the training examples by client and class."""
+    """Count the training examples by client and class, or by client alone if each has several labels."""
     summary = partition.summary(shares, labels, names)
+    if several:
+        return replace(summary, classes=("examples",))
     called = ("negative", "positive") if data.binary or data.positive else whole.classes
     return replace(summary, classes=tuple(called[int(c)] for c in summary.classes))
 
@@ -282,12 +295,29 @@ def load_examples(data: DataSpec) -> tuple[Dataset, Dataset | None]:
 
 def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, int]:
     """Return the labels to learn and the number of classes; with two classes, 1 is positive."""
+    if y.ndim == 2:
+        return np.array(y, dtype=np.float32), classes
     if not (data.binary or data.positive):
         return np.array(y, dtype=np.int64), classes
     positive = data.positive or tuple(range(classes // 2, classes))
     if wrong := [c for c in positive if not (isinstance(c, int) and 0 <= c < classes)]:
         raise NestfedError(f"data.positive: class {wrong[0]!r} does not exist; the classes are 0 to {classes - 1}.")
     return np.isin(y, positive).astype(np.int64), 2
+
+
+def _check_several(data: DataSpec, parts: PartitionSpec) -> None:
+    """Reject what needs one label per example."""
+    for setting, used in (("binary", data.binary), ("positive", data.positive), ("remove", data.remove)):
+        if used:
+            raise NestfedError(
+                f"data.{setting} needs one label per example, but {data.name} has several: leave it out."
+            )
+    if data.held_out == "clients":
+        raise NestfedError(f"{data.name} has several labels per example: set data.held_out = 'central'.")
+    if parts.kind in BY_CLASS:
+        raise NestfedError(
+            f"partition.kind = {parts.kind!r} needs one label per example, but {data.name} has several: use even, column or pooled."
+        )
 
 
 def _check_removal(data: DataSpec, classes: int) -> None:

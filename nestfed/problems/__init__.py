@@ -9,6 +9,10 @@ OBJECTIVES.add("auprc", "nestfed.problems.auprc:AUPRCOptions")
 OBJECTIVES.add("agnostic", "nestfed.problems.agnostic:AgnosticOptions")
 OBJECTIVES.add("paired-auroc", "nestfed.problems.paired:PairedAUROCOptions")
 OBJECTIVES.add("paired-ap", "nestfed.problems.paired:PairedAPOptions")
+OBJECTIVES.add("partial-auroc", "nestfed.problems.partial:PartialAUROCOptions")
+OBJECTIVES.add("paired-partial-auroc", "nestfed.problems.partial:PairedPartialAUROCOptions")
+OBJECTIVES.add("multi-label-auroc", "nestfed.problems.multilabel:MultiLabelAUROCOptions")
+OBJECTIVES.add("multi-label-ap", "nestfed.problems.multilabel:MultiLabelAPOptions")
 OBJECTIVES.add("invariant", "nestfed.problems.invariant:InvariantOptions")
 
 __all__ = [

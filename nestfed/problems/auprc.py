@@ -27,6 +27,17 @@ MARGIN = 0.5
 """The default margin s, chosen by experiment (papers/measurements/choosing.md). The papers use 0.1."""
 
 
+def surrogate(margin: float, first: Tensor, second: Tensor) -> Tensor:
+    """Return ℓ = max(s − first + second, 0)² of two sigmoid scores."""
+    return torch.relu(margin - first + second) ** 2
+
+
+def ratio(u: Tensor, margin: float) -> Tensor:
+    """Return −u₁/u₂, from (…, 2) to (…), with a tiny ε for the case that both are 0."""
+    epsilon = 1e-4 * margin**2
+    return -(u[..., 0] + epsilon) / (u[..., 1] + epsilon)
+
+
 class AUPRC(Conditional):
     """Minimise −E_{z⁺} g₁/g₂ with g = (E 1[y=1]ℓ, E ℓ), ℓ = max(s − h(z⁺) + h(z), 0)², h = sigmoid of the score.
 
@@ -68,12 +79,11 @@ class AUPRC(Conditional):
         k = y.sum()
         one = (y * weight).mean() / (k + 1)
         weight = weight * (1 - y / (k + 1))
-        loss = weight * torch.relu(self.margin - scores[:b, None] + scores[None, b:]) ** 2
+        loss = weight * surrogate(self.margin, scores[:b, None], scores[None, b:])
         return torch.stack([y * loss, loss], -1) + self.margin**2 * one
 
     def _ratio(self, u: Tensor, outer: Data) -> Tensor:
-        epsilon = 1e-4 * self.margin**2
-        return -outer[1] * (u[:, 0] + epsilon) / (u[:, 1] + epsilon)
+        return outer[1] * ratio(u, self.margin)
 
 
 @dataclass(frozen=True)

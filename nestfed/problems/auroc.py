@@ -25,21 +25,32 @@ YING_2016 = """@inproceedings{ying2016stochastic,
 }"""
 
 
-class Thresholds(nn.Module):
-    """A scoring module with two scalars: a tracks the positives' mean score, b the negatives'."""
+def square_losses(h: Tensor, a: Tensor, b: Tensor, w: Tensor, y: Tensor, p: Tensor | float) -> Tensor:
+    """Return the terms of f for every score h with its label y; all but −p(1−p)w²."""
+    positive = (1 - p) * ((h - a) ** 2 - 2 * (1 + w) * h)
+    negative = p * ((h - b) ** 2 + 2 * (1 + w) * h)
+    return torch.where(y == 1, positive, negative)
 
-    def __init__(self, module: nn.Module, sigmoid: bool) -> None:
+
+class Thresholds(nn.Module):
+    """A scoring module with two numbers for each label: a tracks the positives' mean score, b the negatives'.
+
+    labels: the number of labels; 0 = one, with scores (n,).
+    """
+
+    def __init__(self, module: nn.Module, sigmoid: bool, labels: int = 0) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.several = module, labels > 0
         like = next(module.parameters(), torch.ones(()))  # a module without parameters is rejected later
-        self.a = nn.Parameter(torch.ones((), dtype=like.dtype, device=like.device))
-        self.b = nn.Parameter(torch.zeros((), dtype=like.dtype, device=like.device))
+        shape = (labels,) if labels else ()
+        self.a = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
+        self.b = nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         self.sigmoid = sigmoid
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scores, a and b."""
         scores = self.module(x)
-        if scores.dim() != 1:
+        if scores.dim() != 1 and not self.several:
             raise NestfedError(f"auroc needs a model with one score per example, not shape {tuple(scores.shape)}.")
         return torch.sigmoid(scores) if self.sigmoid else scores, self.a, self.b
 
@@ -79,9 +90,7 @@ class AUROC(Minimax, SolvableSaddle):
         x, y, *weight = self._checked(batch)
         h, a, b = model(x)
         p, w = self.p, w[0]
-        positive = (1 - p) * ((h - a) ** 2 - 2 * (1 + w) * h)
-        negative = p * ((h - b) ** 2 + 2 * (1 + w) * h)
-        loss = torch.where(y == 1, positive, negative)
+        loss = square_losses(h, a, b, w, y, p)
         return (weight[0] * loss if weight else loss).mean() - p * (1 - p) * w**2
 
     def _checked(self, batch: Data) -> Data:

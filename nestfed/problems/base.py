@@ -358,15 +358,16 @@ class Conditional(Direct, Tracked):
         """Return the mean over the outer samples of f(mean over the inner samples of g)."""
         outer, inner = data[:2]
         model = self.model_at(x, train=train)
-        return self.penalised(self._outer(self._inner(model, outer, inner), outer).mean(), model)
+        u = self.inner_mean(self._values(model, outer, inner))
+        return self.penalised(self._outer(u, outer).mean(), model)
 
-    def _inner(self, model: Model, outer: Data, inner: Data) -> Tensor:
+    def _values(self, model: Model, outer: Data, inner: Data) -> Tensor:
         values = self.g(model, outer, inner)
         if values.dim() < 2:
             raise NestfedError(
                 f"g must return one value per pair of outer and inner sample, shape (b, m, …), not {tuple(values.shape)}."
             )
-        return self.inner_mean(values)
+        return values
 
     def _outer(self, u: Tensor, outer: Data) -> Tensor:
         losses = self.f(u, outer)
@@ -376,7 +377,8 @@ class Conditional(Direct, Tracked):
             )
         return losses
 
-    # A subclass may override both, to keep inner values on another scale, such as their logarithms.
+    # A subclass may override the first two, to keep inner values on another scale, such as their logarithms, or the
+    # third, to track something else than means. With weight 1 it must agree with `loss`.
 
     def inner_mean(self, values: Tensor) -> Tensor:
         """Return the mean over the inner samples, from (b, m, …) to (b, …)."""
@@ -385,6 +387,16 @@ class Conditional(Direct, Tracked):
     def moving_mean(self, u: Tensor, value: Tensor, weight: Tensor) -> Tensor:
         """Return (1−w)u + w·value."""
         return (1 - weight) * u + weight * value
+
+    def refreshed(self, values: Tensor, u: Tensor, weight: Tensor, outer: Data) -> tuple[Tensor, Tensor, Tensor]:
+        """Return per outer sample an expression with the gradient ∇g_iᵀ∇f_i(u_i), the loss f_i(u_i), and the new u_i.
+
+        values: those of g, (b, m, …); u: the old u_i, (b, …); weight: (b,).
+        """
+        value = self.inner_mean(values)
+        new = self.moving_mean(u, value, weight.view(-1, *[1] * (value.dim() - 1)))
+        losses = self._outer(new, outer)
+        return losses / weight, losses, new
 
     def outer_ids(self, batch: Batch | Data) -> Tensor:
         """Return the numbers of the outer samples among the client's own."""
@@ -416,14 +428,12 @@ class Conditional(Direct, Tracked):
         self, x: Tensor, outer: Data, inner: Data, u: Tensor, weight: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         model = self.model_at(x)
-        value = self._inner(model, outer, inner)
-        if value[0].numel() != self.inner_dim:
+        values = self._values(model, outer, inner)
+        if values[0, 0].numel() != self.inner_dim:
             raise NestfedError(
-                f"g returns {value[0].numel()} values per pair of outer and inner sample, not inner_dim = {self.inner_dim}."
+                f"g returns {values[0, 0].numel()} values per pair of outer and inner sample, not inner_dim = {self.inner_dim}."
             )
-        new = self.moving_mean(u.view_as(value), value, weight.view(-1, *[1] * (value.dim() - 1)))
-        losses = self._outer(new, outer)
-        scaled = losses / weight
+        scaled, losses, new = self.refreshed(values, u.view(len(values), *values.shape[2:]), weight, outer)
         objective = self.penalised(scaled.mean(), model)
         return objective, (objective - (scaled - losses).mean(), new.flatten(1) if new.dim() > 1 else new[:, None])
 

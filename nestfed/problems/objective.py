@@ -38,6 +38,8 @@ class Labelled(Objective, ABC):
 
     binary: ClassVar[bool] = True
     """Labels must be 0 and 1."""
+    several: ClassVar[bool] = False
+    """Every example has several labels, each 0, 1 or unknown (NaN)."""
     log_odds: ClassVar[bool] = False
     """A single score is the log-odds of the positive class, so accuracy and log-loss are defined for it."""
     counted: ClassVar[bool] = False

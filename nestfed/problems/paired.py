@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from nestfed.core import Batch, Data, Drawn, NestfedError, Paired, as_batch, at_least, one_of, positive
 from nestfed.data.clients import CrossPairs, Totals
-from nestfed.problems.auprc import MARGIN
+from nestfed.problems.auprc import MARGIN, ratio, surrogate
 from nestfed.problems.base import Direct, Model, leading, vjp
 from nestfed.problems.objective import Labelled
 
@@ -73,7 +73,7 @@ class Pairwise(Direct, Paired):
         drawn = self.drawn(data)
         total = drawn.second.sum()
         share = drawn.second / torch.where(total > 0, total, 1)
-        u = (share[:, None] * self.pair(first[:, None], second, drawn.marks)).sum(1)
+        u = self.inner_mean(self.pair(first[:, None], second, drawn.marks), share)
         u = torch.where(total > 0, u, 1)  # f may be undefined at 0
         return self.penalised((drawn.first * (total > 0) * self.outer(u)).mean(), model)
 
@@ -143,18 +143,17 @@ class PairedAP(Pairwise):
 
     def pair(self, first: Tensor, second: Tensor, marks: Tensor) -> Tensor:
         """Return (1[y'=1]ℓ, ℓ)."""
-        loss = torch.relu(self.margin - torch.sigmoid(first) + torch.sigmoid(second)) ** 2
+        loss = surrogate(self.margin, torch.sigmoid(first), torch.sigmoid(second))
         return torch.stack([marks[..., 0] * loss, loss], -1)
 
     def outer(self, u: Tensor) -> Tensor:
         """Return −u₁/u₂."""
-        epsilon = 1e-4 * self.margin**2
-        return -(u[..., 0] + epsilon) / (u[..., 1] + epsilon)
+        return ratio(u, self.margin)
 
 
 @dataclass(frozen=True)
-class _PairedOptions(Labelled):
-    """The options of both."""
+class PairedOptions(Labelled):
+    """The options of every objective on pairs across clients."""
 
     first: int = 8
     """Positives in a step."""
@@ -166,7 +165,7 @@ class _PairedOptions(Labelled):
     """The largest norm of a gradient; 0 = no clipping."""
 
     counted = True
-    cites = (GUO_2023,)
+    cites: ClassVar[tuple[str, ...]] = (GUO_2023,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,7 +196,7 @@ class _PairedOptions(Labelled):
 
 
 @dataclass(frozen=True)
-class PairedAUROCOptions(_PairedOptions):
+class PairedAUROCOptions(PairedOptions):
     """Options of paired-auroc: positives against the negatives of all clients."""
 
     loss: str = "squared_hinge"
@@ -230,7 +229,7 @@ class PairedAUROCOptions(_PairedOptions):
 
 
 @dataclass(frozen=True)
-class PairedAPOptions(_PairedOptions):
+class PairedAPOptions(PairedOptions):
     """Options of paired-ap: positives against the rows of all clients."""
 
     margin: float = MARGIN

@@ -373,6 +373,7 @@ MATCHES: dict[str, list[Match]] = {
             label="schedule",
         ),
         Match(a.FeDXL2(0.1, 0.6, 0.3, 2), "tilted", crossed(boxes.fedxl2, 0.1, 0.6, 0.3, 2), private={"u": "u"}),
+        Match(a.FeDXL2(0.02, 0.6, 0.3, 2), "steep", crossed(boxes.fedxl2, 0.02, 0.6, 0.3, 2), label="logarithms"),
     ],
 }
 

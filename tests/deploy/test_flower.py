@@ -653,7 +653,13 @@ def test_wrong_node_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 # Labelled examples
 
 
-SIZES = {"auprc": {"outer": 3, "inner": 8}, "paired-auroc": {"first": 4}, "paired-ap": {"first": 4}}
+SIZES = {
+    "auprc": {"outer": 3, "inner": 8},
+    "paired-auroc": {"first": 4},
+    "paired-ap": {"first": 4},
+    "paired-partial-auroc": {"first": 4},
+    "partial-auroc": {"outer": 3},
+}
 
 
 def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **sections: Any) -> Experiment:
@@ -681,6 +687,8 @@ def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **section
         ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}, {}, "clients"),
         ("paired-auroc", {"name": "fedxl1", "eta": 0.05, "passive": 2}, {}, "central"),
         ("paired-ap", {"name": "fedxl2", "eta": 0.05, "passive": 2}, {}, "clients"),
+        ("paired-partial-auroc", {"name": "fedxl2", "eta": 0.01, "passive": 8}, {}, "clients"),
+        ("partial-auroc", {"name": "sox", "eta": 0.05}, {}, "central"),
     ],
 )
 def test_a_data_set_in_parts(

@@ -37,8 +37,8 @@ def test_options_are_documented_frozen_and_checked(name: str) -> None:
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        ({"name": "classify", "margin": 0.1}, "problem.margin belongs to auprc, paired-ap; classify has balanced, batch, clip, initial_batch"),
-        ({"name": "auroc", "outer": 3}, "problem.outer belongs to auprc, invariant; auroc has balanced, batch"),
+        ({"name": "classify", "margin": 0.1}, "problem.margin belongs to auprc, paired-ap, multi-label-ap; classify has balanced, batch, clip, initial_batch"),
+        ({"name": "auroc", "outer": 3}, "problem.outer belongs to auprc, partial-auroc, invariant; auroc has balanced, batch"),
         ({"name": "classify", "bacth": 3}, "There is no setting 'problem.bacth'; did you mean problem.batch?"),
         ({"name": "clasify"}, "There is no problem 'clasify'; did you mean classify?"),
         ({"batch": 3}, "There is no problem ''; choose one of agnostic, auprc, auroc"),

@@ -31,6 +31,7 @@ from nestfed.engine.simulate import simulate
 from nestfed.models import build as network
 from nestfed.problems.classify import Classify
 from nestfed.problems.maml import MAML
+from nestfed.problems.multilabel import MultiLabelAP, MultiLabelAUROC
 from tests.toys import SETTINGS
 from tests.values.registry import plain
 
@@ -205,7 +206,22 @@ def _toy(kind: str, count: int) -> tuple[Any, Any]:
     if kind in SETTINGS:
         made = SETTINGS[kind](count, torch.float64)
         return made.problem, made.clients
+    if kind.startswith("labels-"):
+        return _labels(kind, count)
     return {"images": _images, "words": _words, "characters": _characters}[kind](count)
+
+
+def _labels(kind: str, count: int) -> tuple[Any, Any]:
+    """Three labels per example, some unknown, in float64."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(20 * count, 4))
+    y = (x @ rng.normal(size=(4, 3)) + rng.normal(size=(20 * count, 3)) > [0, 0.5, 2]).astype(float)
+    y[rng.random(y.shape) < 0.2] = np.nan
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3, dtype=torch.float64)
+    problem = MultiLabelAUROC(net, 3) if kind == "labels-auroc" else MultiLabelAP(net)
+    return problem, Examples((torch.tensor(x), torch.tensor(y)), partition.even(len(x), count, 0), batch=8)
 
 
 def _images(count: int) -> tuple[Any, Any]:

@@ -156,6 +156,9 @@ SMALL = {"clients": 3, "rounds": 2, "local_steps": 2}
 for how in ("loop", "vmap"):
     images: Settings = {**SMALL, "toy": "images", "method": "fedavg", "hyper": {"eta": 0.05}, "how": how}
     case(f"problems/images/{how}", tolerance=SINGLE)(partial(adapter.simulated, images))
+for kind, method in (("auroc", "fmgda"), ("ap", "fcsg-m")):
+    several: Settings = {**SMALL, "toy": f"labels-{kind}", "method": method, "hyper": METHODS[method][1]}
+    case(f"problems/labels-{kind}")(partial(adapter.simulated, several))
 words: Settings = {**SMALL, "toy": "words", "method": "fafed", "hyper": {"eta": 0.05, "alpha": 0.3, "rho": 1.0}}
 case("problems/words", tolerance=SINGLE)(partial(adapter.simulated, words))
 characters: Settings = {**SMALL, "toy": "characters", "method": "fcsg-m", "hyper": {"alpha": 0.05, "beta": 0.3}}

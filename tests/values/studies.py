@@ -43,6 +43,16 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         {"name": "acc-fcsg-m", "alpha": {"scale": 0.2, "shift": 2.0, "power": 0.5}, "beta": 0.5},
         data={**DIGITS, "remove": "positive", "fraction": 0.5},
     ),
+    "partial-auroc": experiment(
+        {"name": "partial-auroc", "outer": 2, "inner": 8}, {"name": "sox", "eta": 0.1},
+    ),
+    "partial-auroc-cvar": experiment(
+        {"name": "partial-auroc", "outer": 2, "inner": 8, "form": "cvar"}, {"name": "sox", "eta": 0.1},
+    ),
+    "paired-partial-auroc": experiment(
+        {"name": "paired-partial-auroc", "first": 4, "rho": 0.1}, {"name": "fedxl2", "eta": 0.02, "passive": 4},
+        data={**DIGITS, "held_out": "clients"},
+    ),
     "judged-by-clients": experiment(
         {"name": "classify", "batch": 8}, {"name": "fedadam", "eta": 0.2, "eta_g": 0.05, "tau": 0.01},
         data={**DIGITS, "held_out": "clients"}, exchange={"count": 3}, evaluation={"every": 2},

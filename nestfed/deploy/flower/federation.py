@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from nestfed.core import DivergedError, Fields, NestfedError
+from nestfed.core import DivergedError, Fields, Metric, NestfedError
 from nestfed.deploy.flower.gate import Gate, RejectedError, TroubleError
 from nestfed.deploy.flower.mailbox import HELLO
 from nestfed.deploy.flower.messages import arrays_of, as_record, broadcast_record, plan_record, stamp_of, tensors_of
@@ -83,11 +83,11 @@ class Flower:
 
     def __init__(
         self, roster: Roster, plan: Agreement, token: str, method: AnyAlgorithm, exchange: Exchange, *,
-        sites_evaluate: bool,
+        sites_evaluate: bool, metric: str | Metric = "",
     ) -> None:  # fmt: skip
         self.roster, self.plan, self.token, self.exchange = roster, plan, token, exchange
         self.point, self.gathered = method.point, method.gathered
-        self.sites_evaluate = sites_evaluate
+        self.sites_evaluate, self.metric = sites_evaluate, metric
         self.weight: Callable[[int], float] | None = None
         if exchange.weights == "examples":
             self.weight = lambda n: float(roster.facts[n].examples)
@@ -108,7 +108,7 @@ class Flower:
             self._ask(now)
         now.uploads.finish()
         if evaluate:
-            reply.metrics = pool([now.tallies[n] for n in sorted(now.tallies)])
+            reply.metrics = pool([now.tallies[n] for n in sorted(now.tallies)], self.metric)
         self._count_bytes(now)
         return reply
 

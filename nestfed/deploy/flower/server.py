@@ -72,7 +72,10 @@ class Coordinator:
         problem, exchange = made.problem, study.exchange
         method = with_buffers(problem, made.algorithm, study.evaluation.keep)
         _check(problem, method, study, setup.sites)
-        flower = Flower(self.roster, plan, token, method, exchange, sites_evaluate=sites_evaluate)
+        flower = Flower(
+            self.roster, plan, token, method, exchange, sites_evaluate=sites_evaluate,
+            metric=study.evaluation.metric or made.metric,
+        )  # fmt: skip
         noise = Noise.plan(exchange, setup.sites)
         if noise:
             # Every site knows the seed and so who takes part: sampling does not amplify privacy.

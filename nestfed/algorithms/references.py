@@ -225,6 +225,39 @@ COLLINS_2021 = """@inproceedings{collins2021exploiting,
   year      = {2021}
 }"""
 
+MOHRI_2019 = """@inproceedings{mohri2019agnostic,
+  title     = {Agnostic Federated Learning},
+  author    = {Mohri, Mehryar and Sivek, Gary and Suresh, Ananda Theertha},
+  booktitle = {International Conference on Machine Learning},
+  pages     = {4615--4625},
+  publisher = {PMLR},
+  year      = {2019}
+}"""
+
+LI_2020_FAIR = """@inproceedings{li2020fair,
+  title     = {Fair Resource Allocation in Federated Learning},
+  author    = {Li, Tian and Sanjabi, Maziar and Beirami, Ahmad and Smith, Virginia},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2020}
+}"""
+
+LI_2021_TILTED = """@inproceedings{li2021tilted,
+  title     = {Tilted Empirical Risk Minimization},
+  author    = {Li, Tian and Beirami, Ahmad and Sanjabi, Maziar and Smith, Virginia},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2021}
+}"""
+
+ROCKAFELLAR_2000 = """@article{rockafellar2000optimization,
+  title   = {Optimization of Conditional Value-at-Risk},
+  author  = {Rockafellar, R. Tyrrell and Uryasev, Stanislav},
+  journal = {Journal of Risk},
+  volume  = {2},
+  number  = {3},
+  pages   = {21--41},
+  year    = {2000}
+}"""
+
 
 def bibtex(name: str) -> str:
     """Return the BibTeX entries of a method or an objective, by its name or alias."""

@@ -161,7 +161,8 @@ class KLDRO(_OverClients):
     """KL-DRO, or tilted losses (Li et al. 2021): τ log mean_n exp(f_n/τ), from the mean (τ → ∞) to the largest (τ → 0).
 
     w_n = exp((f_n − L)/τ) with last round's L = τ log mean_n exp(f_n/τ), smoothed by
-    e^{L/τ} ← (1−γ)e^{L/τ} + γ mean_n e^{f_n/τ}. No weight exceeds N, which bounds it where L is not out of date.
+    e^{L/τ} ← (1−γ)e^{L/τ} + γ mean_n e^{f_n/τ}.
+    Losses of small batches make weights noisy: give rounds a large first batch (`initial_batch`).
     """
 
     tau: float = 1.0
@@ -177,7 +178,7 @@ class KLDRO(_OverClients):
 
     def weigh(self, f: Tensor, level: Tensor, clients: int) -> Tensor:
         """w_n = exp((f_n − L)/τ)."""
-        return ((f - level) / self.tau).exp().clamp(max=clients)
+        return ((f - level) / self.tau).exp()
 
     def answer(self, f: Tensor, ns: Tensor, level: Tensor | None, clients: int) -> Tensor:
         """Return L."""
@@ -222,7 +223,6 @@ class QFFL(_OverClients):
     """q-FFL (Li et al. 2020): mean_n f_n^{p+1} for losses f_n ≥ 0, between FedAvg (p = 0) and the largest (p → ∞).
 
     w_n = max(f_n, 0)^p / M, M = last round's mean of max(f_n, 0)^p. The paper's q is p here, because q counts local steps.
-    No weight exceeds N, which bounds it where M is not out of date.
     """
 
     p: float = 1.0
@@ -237,7 +237,7 @@ class QFFL(_OverClients):
 
     def weigh(self, f: Tensor, level: Tensor, clients: int) -> Tensor:
         """w_n = max(f_n, 0)^p / M, 0 if M is 0; the level is log M."""
-        w = (self._log_power(f) - level).exp().clamp(max=clients)
+        w = (self._log_power(f) - level).exp()
         return torch.where(level > torch.finfo(level.dtype).min, w, 0)
 
     def answer(self, f: Tensor, ns: Tensor, level: Tensor | None, clients: int) -> Tensor:

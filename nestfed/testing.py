@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -560,8 +561,8 @@ def _gathered(trial: Trial, tables: Fields, states: Mapping[int, Any]) -> dict[s
         return found
     for name, table in trial.method.gathered.items():
         rows = torch.stack([getattr(states[n], name) for n in sorted(states)])
-        what = f"{trial.name}.fill"
-        found[table] = _pure(what, lambda old, rows: trial.method.fill(name, old, sorted(states), rows), tables[table], rows)  # noqa: B023
+        what, fill = f"{trial.name}.fill", partial(trial.method.fill, name)
+        found[table] = _pure(what, lambda old, rows: fill(old, sorted(states), rows), tables[table], rows)  # noqa: B023
         _require(len(found[table]) == len(trial.clients), f"{what} must return one row per client.")
     found["fresh"] = tables["fresh"].new_tensor([n in states for n in range(len(trial.clients))])
     return found

@@ -229,7 +229,6 @@ class QFFL(_OverClients):
 
     name = "q-ffl"
     cites = (LI_2020_FAIR,)
-    aliases = ("qffl",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -681,6 +681,7 @@ def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **section
         ("classify", {"name": "fedadam", "eta": 0.1, "eta_g": 0.05}, {}, "clients"),
         ("paired-auroc", {"name": "fedxl1", "eta": 0.05, "passive": 2}, {}, "central"),
         ("paired-ap", {"name": "fedxl2", "eta": 0.05, "passive": 2}, {}, "clients"),
+        ("auprc", {"name": "kl-dro", "eta": 0.1, "tau": 0.1, "alone": 2}, {}, "central"),
     ],
 )
 def test_a_data_set_in_parts(

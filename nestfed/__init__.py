@@ -8,6 +8,7 @@ from nestfed.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from nestfed.algorithms import (
+        AFL,
         AMS,
         BSGD,
         CODA,
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
         FCSG,
         FCSGM,
         FMGDA,
+        KLDRO,
+        QFFL,
         SCGD,
         SOX,
         STEM,
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
         Average,
         BSpiderBoost,
         CODAPlus,
+        CVaRDRO,
         Ditto,
         FedAdagrad,
         FedAdam,
@@ -76,6 +80,7 @@ if TYPE_CHECKING:
 # Looked up when first used: `import nestfed` and the command line's help need no torch.
 _NAMES = {
     "nestfed.algorithms": (
+        "AFL",
         "AccFCSGM",
         "AdaFCSGM",
         "AdaFMGDA",
@@ -89,11 +94,13 @@ _NAMES = {
         "CODA",
         "CODAPlus",
         "CODASCA",
+        "CVaRDRO",
         "Ditto",
         "FAFED",
         "FCSG",
         "FCSGM",
         "FMGDA",
+        "KLDRO",
         "FeDXL1",
         "FeDXL2",
         "FedAMS",
@@ -114,6 +121,7 @@ _NAMES = {
         "Momentum",
         "MomentumLocalSGDA",
         "NaiveAdaptive",
+        "QFFL",
         "SCGD",
         "SOX",
         "STEM",
@@ -191,6 +199,7 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "AFL",
     "AMS",
     "AUPRC",
     "AUROC",
@@ -201,7 +210,9 @@ __all__ = [
     "FCSG",
     "FCSGM",
     "FMGDA",
+    "KLDRO",
     "METRICS",
+    "QFFL",
     "SCGD",
     "SOX",
     "STEM",
@@ -216,6 +227,7 @@ __all__ = [
     "BSpiderBoost",
     "Balanced",
     "CODAPlus",
+    "CVaRDRO",
     "Callback",
     "Classify",
     "Compositional",

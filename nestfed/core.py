@@ -342,6 +342,13 @@ class Tape:
         if self.loss is None and loss is not None:
             self.loss = loss.detach()
 
+    def add(self, other: Tape) -> None:
+        """Add the evaluations of another tape, which came later."""
+        self.examples += other.examples
+        self.evaluations += other.evaluations
+        self.loss = other.loss if self.loss is None else self.loss
+        self.buffers = other.buffers if self.buffers is None else self.buffers
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -357,6 +364,8 @@ class Batch:
     """The number of local steps that this client takes in this round."""
     tape: Tape = field(default_factory=Tape)
     """Counts the evaluations."""
+    begins: bool = False
+    """This is the first iteration of its round, so the client is at the broadcast."""
     eager: bool = False
     """True outside function transforms, where the faster plain autograd works."""
     precision: torch.dtype | None = None
@@ -595,6 +604,18 @@ class Differentiable(Problem):
     def grad(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the stochastic gradient at x on `batch.data`."""
 
+    def value_and_grad(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss at x on the batch, which `grad` notes, and the gradient."""
+        tape = Tape()
+        gradient = self.grad(x, replace(batch, tape=tape))
+        batch.tape.add(tape)
+        if tape.loss is None:
+            raise NestfedError(
+                f"{type(self).__name__}.grad notes no loss, but this method weights clients by their losses: call "
+                "batch.note(examples, loss)."
+            )
+        return tape.loss, gradient
+
 
 class Composed(Differentiable):
     """F(x) = f(E g(x)), with an inner value that an algorithm can track: `Compositional`.
@@ -812,8 +833,10 @@ class Algorithm(ABC, Generic[P, S]):
     state's field `fresh`, shape (N,), is 1 for the clients whose row is from the last round and 0 for all others. A client
     that did not answer keeps its old row, or has zeros if the shape has changed; a round without any answer changes
     nothing. Before the first round the table is 0 and has the shape of the contribution in `init`. Rows are in the order
-    of the clients. They are never averaged, clipped or rounded.
+    of the clients. They are never averaged, clipped or rounded. `fill` may put the server's answers into the table instead.
     """
+    weighs: ClassVar[bool] = False
+    """Clients weight their own moves, so uploads must be averaged with equal weights."""
     single: ClassVar[bool] = False
     """Defined for one client only."""
     point: ClassVar[str] = "x"
@@ -824,7 +847,7 @@ class Algorithm(ABC, Generic[P, S]):
     """Its clients exchange something; False only for training alone, which costs no bytes."""
 
     family: ClassVar[str] = "plain"
-    """Where `nestfed list` shows it: plain, conditional, compositional, minimax or pairs."""
+    """Where `nestfed list` shows it: plain, conditional, compositional, minimax, pairs or worst client."""
     cites: ClassVar[tuple[str, ...]] = ()
     """The BibTeX entries to cite."""
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -873,7 +896,7 @@ class Algorithm(ABC, Generic[P, S]):
         """Refresh the private fields of a client that skipped the last round (called before `receive`)."""
         return s
 
-    def restarts(self, t: int) -> bool:
+    def restarts(self, t: int, q: int) -> bool:
         """Return whether iteration t restarts an estimate, where a larger batch helps (`initial_batch`)."""
         return t == 0
 
@@ -884,6 +907,16 @@ class Algorithm(ABC, Generic[P, S]):
     def tables(self) -> tuple[str, ...]:
         """Return the fields that the server fills from contributions: the tables, and `fresh`."""
         return (*self.gathered.values(), "fresh") if self.gathered else ()
+
+    def fill(self, field: str, table: Tensor, ns: Sequence[int], rows: Tensor) -> Tensor:
+        """Return the table of a gathered field after a round, with one row per client.
+
+        - `ns`, `rows`: the clients that answered, and their contributions. By default these replace the clients' rows.
+        """
+        same = table.shape[1:] == rows.shape[1:]
+        found = table.clone() if same else table.new_zeros((len(table), *rows.shape[1:]))
+        found[list(ns)] = rows
+        return found
 
     def solution(self, shared: Fields, private: Fields) -> Tensor:
         """Return the solution, for `problem.bind` and `problem.module`: the point."""
@@ -953,9 +986,13 @@ class Served(Algorithm[Any, Any]):
         """Refresh private fields as the method does."""
         return self.method.rejoin(s, t)
 
-    def restarts(self, t: int) -> bool:
+    def fill(self, field: str, table: Tensor, ns: Sequence[int], rows: Tensor) -> Tensor:
+        """Fill the table as the method does."""
+        return self.method.fill(field, table, ns, rows)
+
+    def restarts(self, t: int, q: int) -> bool:
         """Return whether the method restarts an estimate."""
-        return self.method.restarts(t)
+        return self.method.restarts(t, q)
 
     def ends_round(self, t: int, q: int) -> bool:
         """Return whether the method's round ends."""

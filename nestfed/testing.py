@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -462,7 +463,7 @@ class Trial:
         device = self.problem.x0.device
         key = batch_keys(Streams(self.seed), [n], Span(t, t + 1), device)[0, 0]
         client, steps = torch.tensor([n, self.steps(n, span)], device=device)
-        return Batch(self.clients.sample(n, t), key, client, steps, eager=eager)
+        return Batch(self.clients.sample(n, t), key, client, steps, begins=t == span.start, eager=eager)
 
     def steps(self, n: int, span: Span) -> int:
         """Return the number of client n's steps in a round."""
@@ -559,9 +560,10 @@ def _gathered(trial: Trial, tables: Fields, states: Mapping[int, Any]) -> dict[s
     if not states or not tables:
         return found
     for name, table in trial.method.gathered.items():
-        shape = getattr(next(iter(states.values())), name).shape
-        old = found[table] if found[table].shape[1:] == shape else found[table].new_zeros((len(trial.clients), *shape))
-        found[table] = torch.stack([getattr(states[n], name) if n in states else old[n] for n in range(len(old))])
+        rows = torch.stack([getattr(states[n], name) for n in sorted(states)])
+        what, fill = f"{trial.name}.fill", partial(trial.method.fill, name)
+        found[table] = _pure(what, lambda old, rows: fill(old, sorted(states), rows), tables[table], rows)  # noqa: B023
+        _require(len(found[table]) == len(trial.clients), f"{what} must return one row per client.")
     found["fresh"] = tables["fresh"].new_tensor([n in states for n in range(len(trial.clients))])
     return found
 

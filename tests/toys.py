@@ -73,7 +73,11 @@ def plain(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
         a, y = numpy(clients, n, t)
         return np.mean([slope(a[i] @ x - y[i]) * a[i] for i in range(B)], axis=0)
 
-    return Setting(problem, clients, start(dtype).double().numpy(), {"grad": grad})
+    def loss(n: int, t: int, x: np.ndarray) -> float:
+        a, y = numpy(clients, n, t)
+        return float(np.mean([np.sqrt(1 + (a[i] @ x - y[i]) ** 2) for i in range(B)]))
+
+    return Setting(problem, clients, start(dtype).double().numpy(), {"grad": grad, "loss": loss})
 
 
 class Parted(nn.Module):

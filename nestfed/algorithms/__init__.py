@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from nestfed.algorithms import adaptive, average, compositional, conditional, minimax, pairs, personal
+from nestfed.algorithms import adaptive, average, compositional, conditional, minimax, pairs, personal, worst
 from nestfed.algorithms.adaptive import FAFED, STEM, FedAdagrad, FedAdam, FedAMS, FedYogi, NaiveAdaptive
 from nestfed.algorithms.alone import Alone
 from nestfed.algorithms.average import FedAvg, FedDyn, FedNova, FedProx, Scaffold
@@ -16,16 +16,17 @@ from nestfed.algorithms.minimax import CODA, CODASCA, FMGDA, AdaFMGDA, CODAPlus,
 from nestfed.algorithms.pairs import FeDXL1, FeDXL2
 from nestfed.algorithms.personal import Ditto, FedRep
 from nestfed.algorithms.server import AMS, Adagrad, Adam, Momentum, Yogi
+from nestfed.algorithms.worst import AFL, KLDRO, QFFL, CVaRDRO
 from nestfed.core import METHODS, SERVERS, Algorithm, Average, NestfedError, Server, unknown
 
 __all__ = [
-    "AMS", "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "METHODS", "SCGD", "SERVERS", "SOX", "STEM", "AccFCSGM",
-    "AdaFCSGM", "AdaFMGDA", "Adagrad", "Adam", "Alone", "Average", "BSpiderBoost", "CODAPlus", "Ditto", "FeDXL1", "FeDXL2", "FedAMS", "FedAdagrad", "FedAdam",
+    "AFL", "AMS", "BSGD", "CODA", "CODASCA", "FAFED", "FCSG", "FCSGM", "FMGDA", "KLDRO", "METHODS", "QFFL", "SCGD", "SERVERS", "SOX", "STEM", "AccFCSGM",
+    "AdaFCSGM", "AdaFMGDA", "Adagrad", "Adam", "Alone", "Average", "BSpiderBoost", "CODAPlus", "CVaRDRO", "Ditto", "FeDXL1", "FeDXL2", "FedAMS", "FedAdagrad", "FedAdam",
     "FedAvg", "FedDyn", "FedNova", "FedProx", "FedRep", "FedYogi", "LocalBSGD", "LocalMOML", "LocalSCGD", "LocalSCGDM", "LocalSCGDMTasks", "LocalSGDA",
     "Momentum", "MomentumLocalSGDA", "NaiveAdaptive", "Scaffold", "Yogi", "build", "build_server",
 ]  # fmt: skip
 
-for _module in (average, adaptive, personal, conditional, compositional, minimax, pairs):
+for _module in (average, adaptive, personal, conditional, compositional, minimax, pairs, worst):
     for _thing in vars(_module).values():  # every method that a family's file defines, in its order
         if isinstance(_thing, type) and issubclass(_thing, Algorithm) and "name" in vars(_thing):
             METHODS.add(_thing.name, _thing)

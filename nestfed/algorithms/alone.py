@@ -63,9 +63,9 @@ class Alone(Algorithm[Any, Any]):
         """Process this client's own upload."""
         return self._state(s.mean, self.method.receive(self._own(s), t))
 
-    def restarts(self, t: int) -> bool:
+    def restarts(self, t: int, q: int) -> bool:
         """Return whether the method restarts an estimate."""
-        return self.method.restarts(t)
+        return self.method.restarts(t, q)
 
     def ends_round(self, t: int, q: int) -> bool:
         """Return whether the method's round ends."""

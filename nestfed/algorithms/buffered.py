@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,9 +73,13 @@ class Buffered(Algorithm[Any, Any]):
         """Refresh the method's private fields."""
         return self._state(s.buffers, self.method.rejoin(self._own(s), t))
 
-    def restarts(self, t: int) -> bool:
+    def fill(self, field: str, table: Tensor, ns: Sequence[int], rows: Tensor) -> Tensor:
+        """Fill the method's table."""
+        return self.method.fill(field, table, ns, rows)
+
+    def restarts(self, t: int, q: int) -> bool:
         """Return whether the method restarts an estimate."""
-        return self.method.restarts(t)
+        return self.method.restarts(t, q)
 
     def ends_round(self, t: int, q: int) -> bool:
         """Return whether the method's round ends."""

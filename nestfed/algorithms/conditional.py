@@ -274,14 +274,14 @@ class BSpiderBoost(Algorithm[Differentiable, Corrected]):
         """Start at x0."""
         return Corrected(x0, 0 * x0, x0)
 
-    def restarts(self, t: int) -> bool:
+    def restarts(self, t: int, q: int) -> bool:
         """Restart every `period` steps."""
         return t % self.period == 0
 
     def step(self, problem: Differentiable, s: Corrected, batch: Batch, t: int) -> Corrected:
         """Restart the estimator, or add its change on one batch."""
         u = problem.grad(s.x, batch.raw)
-        if not self.restarts(t):
+        if t % self.period:
             u = s.u + u - problem.grad(s.last, batch.raw)
         u = problem.clipped(u)
         return Corrected(problem.project(s.x - at(self.alpha, t) * u), u, s.x)

@@ -76,7 +76,7 @@ class Ditto(Algorithm[Differentiable, Beside]):
         v = problem.project(s.v - eta * (problem.grad(s.v, batch) + self.mu * (s.v - s.start)))
         return s._replace(x=x, v=v)
 
-    def restarts(self, t: int) -> bool:
+    def restarts(self, t: int, q: int) -> bool:
         """Return False: there is no estimate to restart."""
         return False
 

@@ -226,6 +226,31 @@ COLLINS_2021 = """@inproceedings{collins2021exploiting,
 }"""
 
 
+LI_2020_FAIR = """@inproceedings{li2020fair,
+  title     = {Fair Resource Allocation in Federated Learning},
+  author    = {Li, Tian and Sanjabi, Maziar and Beirami, Ahmad and Smith, Virginia},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2020}
+}"""
+
+LI_2021_TILTED = """@inproceedings{li2021tilted,
+  title     = {Tilted Empirical Risk Minimization},
+  author    = {Li, Tian and Beirami, Ahmad and Sanjabi, Maziar and Smith, Virginia},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2021}
+}"""
+
+ROCKAFELLAR_2000 = """@article{rockafellar2000optimization,
+  title   = {Optimization of Conditional Value-at-Risk},
+  author  = {Rockafellar, R. Tyrrell and Uryasev, Stanislav},
+  journal = {Journal of Risk},
+  volume  = {2},
+  number  = {3},
+  pages   = {21--41},
+  year    = {2000}
+}"""
+
+
 def bibtex(name: str) -> str:
     """Return the BibTeX entries of a method or an objective, by its name or alias."""
     key = name.strip().lower().replace("_", "-").replace(" ", "-")

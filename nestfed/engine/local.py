@@ -237,7 +237,7 @@ class Local:
             graphs, began = _graphs(), perf_counter()
             now = who._replace(key=who.key[:, i])
             try:
-                s, loss, cost = self._step(s, batch, now, t, who.steps > i if inputs.short else None)
+                s, loss, cost = self._step(s, batch, now, t, who.steps > i if inputs.short else None, i == 0)
             except Exception as error:
                 if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     reason = str(error).strip().split("\n")[0]
@@ -255,7 +255,7 @@ class Local:
         )
 
     def _steps(
-        self, s: Any, data: Data, who: Who, t: int, active: Tensor | None
+        self, s: Any, data: Data, who: Who, t: int, active: Tensor | None, begins: bool
     ) -> tuple[Any, list[Tensor], tuple[int, int]]:
         """Take one step at all clients, or at those that are active; the list has the loss, if the problem notes one."""
         counts = [0, 0]
@@ -265,7 +265,7 @@ class Local:
                 self.problem, self.method, self.template, Span(0, 0), False,
                 precision=self.precision, pieces=self.pieces,
             )  # fmt: skip
-            s, tape = program.step(s, data, who, t, active)
+            s, tape = program.step(s, data, who, t, active, begins=begins)
             counts[:] = tape.examples, tape.evaluations
             return s, [] if tape.loss is None else [tape.loss]
 

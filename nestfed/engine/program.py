@@ -89,7 +89,7 @@ class Program:
         s = self.begin(shared, private, stale)
         losses, taps = [], {}
         for i, (t, data) in enumerate(zip(range(*self.span), batches)):
-            s, tape = self.step(s, data, who.at(i), t, who.steps > i if short else None)
+            s, tape = self.step(s, data, who.at(i), t, who.steps > i if short else None, begins=i == 0)
             self.costs.append((tape.examples, tape.evaluations))
             if tape.loss is not None:
                 losses.append(tape.loss)
@@ -107,13 +107,18 @@ class Program:
             s = s._replace(**{k: torch.where(stale, getattr(fresh, k), getattr(s, k)) for k in self.method.private})
         return self.method.receive(s, self.span.start)
 
-    def step(self, s: Any, data: Data, who: Who, t: int, active: Tensor | None = None) -> tuple[Any, Tape]:
+    def step(
+        self, s: Any, data: Data, who: Who, t: int, active: Tensor | None = None, *, begins: bool
+    ) -> tuple[Any, Tape]:
         """Take the step of iteration t; return the new state and what it cost.
 
         active: whether this client takes the step; None = it does.
+        begins: whether it is the first step of its round.
         """
         tape = Tape()
-        batch = Batch(data, *who, tape=tape, eager=self.eager, precision=self.precision, pieces=self.pieces)
+        batch = Batch(
+            data, *who, tape=tape, begins=begins, eager=self.eager, precision=self.precision, pieces=self.pieces
+        )
         new = self.method.step(self.problem, s, batch, t)
         if not tape.evaluations:  # the problem does not count evaluations
             tape.note(leading(data))

@@ -299,7 +299,12 @@ class Rules:
         if self.noise is not None and self.method.gathered:
             raise NestfedError(
                 f"exchange.privacy adds noise to sums, but {self.method.name} hands {', '.join(self.method.gathered)} of "
-                "single clients to everybody, so ε would be a false promise: leave privacy out or choose another method."
+                "single clients on without noise, so ε would be a false promise: leave privacy out or choose another method."
+            )
+        if self.method.weighs and (self.exchange.weights != "equal" or self.exchange.reduction.tabled):
+            raise NestfedError(
+                f"{self.method.name} weights clients by their losses, and the mean is over equal clients: set "
+                "exchange.weights = 'equal', and exchange.reduce = 'mean' or 'clip:NORM'."
             )
         if isinstance(self.problem, Paired) and self.method.gathered and self.exchange.weights != "equal":
             raise NestfedError(
@@ -338,7 +343,7 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
                 raise DivergedError(f"The server's {k} became infinite or NaN in round {state.number + 1}.")
         state.server, state.shared, state.tables = server, shared, tables
         if tapped is not None:
-            state.kept["uniform"] = tapped
+            state.kept["uniform"] = rules.problem.project(tapped)  # weights may leave the feasible set
         state.examples += reply.examples
         if math.isfinite(reply.loss) and not rules.noise:  # a loss without noise would leak private data
             loss = reply.loss / reply.weight
@@ -378,9 +383,8 @@ def _gather(method: AnyAlgorithm, tables: Fields, rows: Mapping[int, Fields]) ->
                 f"Clients contribute {name} of the shapes {' and '.join(map(str, sorted(shapes)))}, but {method.name} needs "
                 "the same from all: equal batches and equal numbers of local steps."
             )
-        (shape,), old = shapes, tables[table]
-        found[table] = old.clone() if old.shape[1:] == shape else old.new_zeros((len(old), *shape))
-        put(found[table], ns, torch.stack([rows[n][name] for n in ns]).to(old))
+        old = tables[table]
+        found[table] = method.fill(name, old, ns, torch.stack([rows[n][name] for n in ns]).to(old))
     found["fresh"] = torch.zeros_like(tables["fresh"])
     found["fresh"][ns] = 1
     return found

@@ -157,7 +157,7 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
             (prepared.x, prepared.y),
             prepared.parts,
             p=p,
-            restarts=algorithm.restarts,
+            restarts=partial(algorithm.restarts, q=experiment.run.q),
             names=prepared.names,
             transform=prepared.transform,
             seed=seed,

@@ -1292,3 +1292,129 @@ def fedxl2(
         for k, v in (("x", x), ("m", m), ("u", u), ("met", met)):
             out[k].append(v.copy())
     return {k: np.array(v) for k, v in out.items()}
+
+
+# --- The worst client: functions of the clients' losses ---
+
+Loss = Callable[[int, int, Array], float]
+
+
+def over_clients(
+    grad: Grad,
+    loss: Loss,
+    x0: Array,
+    N: int,
+    q: int,
+    T: int,
+    eta: Schedule,
+    start: Callable[[Array], Any],
+    weights: Callable[[Array, Any], Array],
+    after: Callable[[Array, Any], Any],
+    alone: int = 0,
+) -> dict[str, Array]:
+    """The server keeps numbers v = start(f(x0)); a round has w = weights(f(x), v), then v = after(f(x), v).
+
+    With `alone`, every client first takes so many steps by itself, and f − f* stands for f. "level" is v at every client.
+    """
+    x, y = np.array(x0, dtype=float), everywhere(x0, N)
+    best, known, f, w = np.zeros(N), np.zeros(N), np.zeros(N), np.ones(N)
+    v: Any = np.zeros(N)
+    X, R, V = [everywhere(x0, N)], [np.zeros((N, 2))], [np.zeros(N)]
+    for t in range(T):
+        r = t - alone  # 1, 2, … are the iterations of the rounds
+        if r == 0:
+            if alone:
+                best = np.array([loss(n, t, y[n]) for n in range(N)])
+            known = np.ones(N)
+            v = start(np.array([loss(n, t, x) for n in range(N)]) - best)
+            y = everywhere(x, N)
+        else:
+            if r > 0 and (r - 1) % q == 0:
+                f = np.array([loss(n, t, x) for n in range(N)]) - best
+                w = weights(f, v)
+            for n in range(N):
+                y[n] = y[n] - at(eta, t) * grad(n, t, y[n])
+        moved = everywhere(x, N)
+        if r > 0:
+            for n in range(N):
+                moved[n] = x + w[n] * (y[n] - x)
+            if r % q == 0:
+                x = x + sum(w[n] * (y[n] - x) for n in range(N)) / N
+                v = after(f, v)
+                y, moved = everywhere(x, N), everywhere(x, N)
+        X.append(moved)
+        R.append(np.stack([best, known], 1))
+        V.append(v * np.ones(N))
+    return {"x": np.array(X), "reached": np.array(R), "level": np.array(V)}
+
+
+def onto_simplex(v: Array) -> Array:
+    """The projection max(v − c, 0) with the c for which it sums to 1, by bisection."""
+    low, high = v.min() - 1, v.max()
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.maximum(v - middle, 0).sum() > 1 else (low, middle)
+    return np.maximum(v - (low + high) / 2, 0)
+
+
+def afl(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, gamma: float, update: str, alone: int = 0) -> Any:
+    """Agnostic federated learning, λ at the server."""
+
+    def after(f: Array, lam: Array) -> Array:
+        if update == "projected":
+            return onto_simplex(lam + gamma * f)
+        return lam * np.exp(gamma * f) / sum(lam * np.exp(gamma * f))
+
+    def start(f: Array) -> Array:
+        return np.full(N, 1 / N)
+
+    def weights(f: Array, lam: Array) -> Array:
+        return N * lam
+
+    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, start, weights, after, alone)
+
+
+def kl_dro(
+    maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, tau: float, gamma: float, alone: int = 0
+) -> Any:
+    """KL-DRO, τ log mean exp(f/τ)."""
+
+    def start(f: Array) -> float:
+        return float(tau * np.log(np.mean(np.exp(f / tau))))
+
+    def after(f: Array, L: float) -> float:
+        return float(tau * np.log((1 - gamma) * np.exp(L / tau) + gamma * np.mean(np.exp(f / tau))))
+
+    def weights(f: Array, L: float) -> Array:
+        return np.exp((f - L) / tau)
+
+    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, start, weights, after, alone)
+
+
+def cvar_dro(
+    maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, rho: float, eta_s: float, alone: int = 0
+) -> Any:
+    """CVaR over the worst share ρ of clients."""
+
+    def above(f: Array, s: float) -> Array:
+        return np.array([1.0 if f[n] > s else 0.0 for n in range(N)])
+
+    def after(f: Array, s: float) -> float:
+        return float(s - eta_s * (1 - np.mean(above(f, s)) / rho))
+
+    def weights(f: Array, s: float) -> Array:
+        return above(f, s) / rho
+
+    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, np.mean, weights, after, alone)
+
+
+def q_ffl(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, p: float, alone: int = 0) -> Any:
+    """q-FFL; what clients get is the logarithm of M."""
+
+    def log_mean(f: Array, old: float = 0.0) -> float:
+        return float(np.log(np.mean(np.maximum(f, 0) ** p)))
+
+    def weights(f: Array, log_M: float) -> Array:
+        return np.maximum(f, 0) ** p / np.exp(log_M)
+
+    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, log_mean, weights, log_mean, alone)

@@ -82,6 +82,7 @@ def codasca(eta_g: float) -> Box:
 
 ESTIMATE_LAST = {"x": 1, "m": 1, "v": 1}
 ONE_LATER = dict.fromkeys(("x", "theta", "w", "u", "v", "square_theta", "square_w", "last_theta"), 1)
+REACHED = {"reached": "reached"}
 C_STEM, C_FAFED = 30.0, 40.0
 
 MATCHES: dict[str, list[Match]] = {
@@ -375,6 +376,53 @@ MATCHES: dict[str, list[Match]] = {
         Match(a.FeDXL2(0.1, 0.6, 0.3, 2), "tilted", crossed(boxes.fedxl2, 0.1, 0.6, 0.3, 2), private={"u": "u"}),
         Match(a.FeDXL2(0.02, 0.6, 0.3, 2), "steep", crossed(boxes.fedxl2, 0.02, 0.6, 0.3, 2), label="logarithms"),
     ],
+    "afl": [
+        Match(a.AFL(0.1, 0.2), "plain", crossed(boxes.afl, 0.1, 0.2, "projected"), private=REACHED),
+        Match(
+            a.AFL(falling(0.3), 2.0, alone=2),
+            "plain",
+            crossed(boxes.afl, falling(0.3), 2.0, "projected", 2),
+            private=REACHED,
+            label="regret",
+        ),
+        Match(
+            a.AFL(0.1, 0.7, "exponentiated"),
+            "plain",
+            crossed(boxes.afl, 0.1, 0.7, "exponentiated"),
+            private=REACHED,
+            label="exponentiated",
+        ),
+    ],
+    "kl-dro": [
+        Match(a.KLDRO(0.1, 0.3), "plain", crossed(boxes.kl_dro, 0.1, 0.3, 1.0), private=REACHED),
+        Match(
+            a.KLDRO(falling(0.3), 0.3, 0.6, alone=4),
+            "plain",
+            crossed(boxes.kl_dro, falling(0.3), 0.3, 0.6, 4),
+            private=REACHED,
+            label="regret",
+        ),
+    ],
+    "cvar-dro": [
+        Match(a.CVaRDRO(0.1, 0.6, 0.3), "plain", crossed(boxes.cvar_dro, 0.1, 0.6, 0.3), private=REACHED),
+        Match(
+            a.CVaRDRO(falling(0.3), 0.4, 0.2, alone=1),
+            "plain",
+            crossed(boxes.cvar_dro, falling(0.3), 0.4, 0.2, 1),
+            private=REACHED,
+            label="regret",
+        ),
+    ],
+    "q-ffl": [
+        Match(a.QFFL(0.1, 1.5), "plain", crossed(boxes.q_ffl, 0.1, 1.5), private=REACHED),
+        Match(
+            a.QFFL(falling(0.3), 2.0, alone=3),
+            "plain",
+            crossed(boxes.q_ffl, falling(0.3), 2.0, 3),
+            private=REACHED,
+            label="regret",
+        ),
+    ],
 }
 
 SERVED = [
@@ -422,6 +470,9 @@ def test_box(match: Match) -> None:
         for name, there in match.private.items():
             expected, where = box[there][done - match.lag.get(name, 0)], f"{name}, {mode}"
             np.testing.assert_allclose(result.private[name].numpy(), expected, rtol=1e-10, atol=1e-10, err_msg=where)
+        if "level" in result.gathered:
+            level = np.stack([box["level"][done], np.ones(N)], 1)
+            np.testing.assert_allclose(result.gathered["level"].numpy(), level, rtol=1e-10, atol=1e-10)
     # and it went somewhere, so that agreement means something
     moved = box[match.algorithm.point][done - match.lag.get(match.algorithm.point, 0), 0] - setting.x0
     assert np.abs(moved).max() > 1e-3

@@ -689,6 +689,7 @@ def labelled(problem: str, algorithm: dict[str, Any], rounds: int = 3, **section
         ("paired-ap", {"name": "fedxl2", "eta": 0.05, "passive": 2}, {}, "clients"),
         ("paired-partial-auroc", {"name": "fedxl2", "eta": 0.01, "passive": 8}, {}, "clients"),
         ("partial-auroc", {"name": "sox", "eta": 0.05}, {}, "central"),
+        ("auprc", {"name": "kl-dro", "eta": 0.1, "tau": 0.1, "alone": 2}, {}, "central"),
     ],
 )
 def test_a_data_set_in_parts(

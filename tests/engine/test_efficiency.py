@@ -47,7 +47,7 @@ def test_evaluations_per_step(name: str, vectorised: bool) -> None:
         tables = RunState.start(algorithm, algorithm.init(s.problem, s.problem.x0), N).tables
         reply = here.run(replace(order(N, Span(start, start + steps)), tables=tables), shared)
         # A method that restarts its estimate has no previous point to correct it by.
-        points = sum(1 if algorithm.restarts(t) else algorithm.evaluations for t in range(start, start + steps))
+        points = sum(1 if algorithm.restarts(t, steps) else algorithm.evaluations for t in range(start, start + steps))
         # The toy with tasks notes its inner value only.
         expected = points * (2 if CASES[name].setting == "compositional" else 1)
         assert reply.evaluations == N * expected

@@ -124,7 +124,7 @@ def test_exempt_from_reductions_and_rounding() -> None:
 
 
 def test_noise_is_rejected() -> None:
-    with pytest.raises(NestfedError, match=r"flocking hands norms of single clients to everybody.*false promise"):
+    with pytest.raises(NestfedError, match=r"flocking hands norms of single clients on without noise.*false promise"):
         run(clip=1.0, noise=1.0)
 
 

@@ -44,6 +44,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fmgda": ("minimax", {"c_hat": 0.05, "c": 0.1, "alpha": 0.3}),
     "ada-fcsg-m": ("conditional", {"alpha": 0.05, "beta": 0.3, "rho": 1.0}),
     "ada-fmgda": ("minimax", {"c_hat": 0.1, "c": 0.2, "alpha": 0.3, "rho": 1.0}),
+    "afl": ("plain", {"eta": 0.05, "gamma": 0.1}),
+    "kl-dro": ("plain", {"eta": 0.05, "tau": 0.5, "gamma": 0.7}),
+    "cvar-dro": ("plain", {"eta": 0.05, "rho": 0.6}),
+    "q-ffl": ("plain", {"eta": 0.05, "p": 1.5, "alone": 2}),
 }
 ONE_CLIENT = ("bsgd", "bspiderboost", "scgd")
 FEW = ("fedavg", "scaffold", "fedadam", "fcsg-m", "local-scgdm-tasks", "codasca", "fmgda")

@@ -273,8 +273,8 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     Of [execution] only precision affects them. Leaving defaults out lets the library add an option without making
     existing runs foreign: the default of a new option is what was done before.
     """
-    found = {name: _chosen(name, table) for name, table in settings.items()}
-    return {name: table for name, table in found.items() if table}
+    found = {k: _chosen(k, v) if isinstance(v, Mapping) else v for k, v in settings.items()}
+    return {k: v for k, v in found.items() if v}
 
 
 def _chosen(section: str, table: Mapping[str, Any]) -> dict[str, Any]:

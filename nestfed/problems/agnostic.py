@@ -20,6 +20,7 @@ MOHRI_2019 = """@inproceedings{mohri2019agnostic,
   title     = {Agnostic Federated Learning},
   author    = {Mohri, Mehryar and Sivek, Gary and Suresh, Ananda Theertha},
   booktitle = {International Conference on Machine Learning},
+  pages     = {4615--4625},
   publisher = {PMLR},
   year      = {2019}
 }"""

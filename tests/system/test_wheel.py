@@ -82,14 +82,16 @@ def test_no_extra_is_there_and_none_is_needed(fresh: Fresh) -> None:
 def test_the_papers_are_not_in_it(fresh: Fresh) -> None:
     (wheel,) = fresh.place.parent.glob("nestfed-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert [n for n in names if n.endswith(".toml")] == ["nestfed/experiment/packaged/demo.toml"]
+    assert {n for n in names if n.endswith(".toml")} == {
+        f"nestfed/experiment/packaged/{name}.toml" for name in ("demo", "prevalence")
+    }
     assert {n.split("/")[0] for n in names} == {"nestfed", f"nestfed-{__version__}.dist-info"}
     assert not any(word in n for n in names for word in ("papers", "reproduc", "claims"))
     assert "No such command 'reproduce'" in fresh.refused("reproduce", "fmgda-figure1")
     assert "no experiment file 'fcsg-figure1'" in fresh.refused("run", "fcsg-figure1")
     output = fresh.nestfed("list")
-    assert re.search(r"Experiments: demo\s*$", output)
-    assert re.search(r"Problems: classify, auroc, auprc, invariant\s*$", output, re.MULTILINE)
+    assert re.search(r"Experiments: demo, prevalence\s*$", output)
+    assert re.search(r"Problems: classify, auroc, auprc, paired-auroc, paired-ap, invariant\s*$", output, re.MULTILINE)
     assert re.search(r"Networks: mlp, resnet18\s*$", output, re.MULTILINE)
 
 

@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 
-.PHONY: demo docs lock test test-deploy test-wheel test-slow lint format complexity bench bench-peers clean
+.PHONY: demo docs lock test test-deploy test-long test-wheel test-slow lint format complexity bench bench-peers clean
 
 demo: $(RUNS)
 	$(RUN) -m nestfed demo
@@ -20,6 +20,10 @@ test-deploy: $(READY)
 # The wheel in a new environment without extras (about three minutes).
 test-wheel: $(READY)
 	$(RUN) -m pytest -m slow tests/system/test_wheel.py
+
+# What takes too long for `make test`: documentation with all its rounds, compiled steps, a new process (three minutes).
+test-long: $(READY)
+	$(RUN) -m pytest -n 2 --dist worksteal -m slow tests/system/test_docs.py tests/engine
 
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow

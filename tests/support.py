@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +134,7 @@ def forked(work: Callable[[], Any], log: Path) -> int:
         return pid
     code = 1
     try:
+        forkserver._forkserver._forkserver_pid = None  # it is the parent's
         os.setpgid(0, 0)
         for name, what in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
             signal.signal(name, what)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-_FACTORS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
-_INCREMENTS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+_FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], dtype=np.uint64)[:, None, None]
+_INCREMENTS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], dtype=np.uint64)[:, None, None]
 _LOW, _HALF = np.uint64(2**32 - 1), np.uint64(32)
+_HIGH_FACTORS, _LOW_FACTORS = _FACTORS >> _HALF, _FACTORS & _LOW
 
 
 class Purpose(IntEnum):
@@ -36,9 +39,14 @@ class Streams:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed % 2**64
-        self._bits = np.random.Philox(0)
-        self._state = self._bits.state
-        self._generator = np.random.Generator(self._bits)
+
+    @cached_property
+    def _generator(self) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(0))
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        return dict(self._generator.bit_generator.state)
 
     def at(self, purpose: Purpose, client: int, iteration: int) -> np.random.Generator:
         """Return the generator for this purpose, client and iteration. It is valid until the next call."""
@@ -46,7 +54,7 @@ class Streams:
         self._state["state"]["counter"][:] = 0, 0, iteration, 0
         self._state["buffer_pos"] = 4
         self._state["has_uint32"] = 0
-        self._bits.state = self._state
+        self._generator.bit_generator.state = self._state
         return self._generator
 
     def keys(self, purpose: Purpose, clients: Sequence[int], iterations: range) -> np.ndarray:
@@ -54,20 +62,15 @@ class Streams:
 
         It computes the generator's first number, ten rounds of Philox-4×64 (Salmon et al. 2011), for the whole table.
         """
-        one = np.array([[1]], dtype=np.uint64)
-        k0, k1 = one * np.uint64(self.seed), (purpose * 2**48 + np.asarray(clients, dtype=np.uint64))[:, None]
-        c0, c1, c2, c3 = (
-            one,
-            0 * one,
-            np.asarray(iterations, dtype=np.uint64)[None, :],
-            0 * one,
-        )  # it counts, then draws
+        shape = (2, len(clients), len(iterations))
+        key, odd, even = np.empty(shape, np.uint64), np.zeros(shape, np.uint64), np.empty(shape, np.uint64)
+        key[0], key[1] = self.seed, (purpose * 2**48 + np.asarray(clients, dtype=np.uint64))[:, None]
+        even[0], even[1] = 1, np.asarray(iterations, dtype=np.uint64)  # the generator counts, then draws
         for _ in range(10):
-            (high0, low0), (high1, low1) = _product(_FACTORS[0], c0), _product(_FACTORS[1], c2)
-            c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-            k0, k1 = k0 + _INCREMENTS[0], k1 + _INCREMENTS[1]  # modulo 2^64, like all sums and products here
-        first: np.ndarray = np.broadcast_to(c0 >> np.uint64(2), (len(clients), len(iterations)))
-        return first.astype(np.int64)
+            high, low = _product(even)
+            even, odd = high[::-1] ^ odd ^ key, low[::-1]
+            key = key + _INCREMENTS  # modulo 2^64, like all sums and products here
+        return (even[0] >> np.uint64(2)).astype(np.int64)
 
     def __getstate__(self) -> int:
         return self.seed
@@ -76,8 +79,9 @@ class Streams:
         self.__init__(seed)  # type: ignore[misc]
 
 
-def _product(a: np.uint64, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the high and low 64 bits of a product, from products of halves."""
-    a1, a0, b1, b0 = a >> _HALF, a & _LOW, b >> _HALF, b & _LOW
-    middle = a1 * b0 + (a0 * b0 >> _HALF)
-    return a1 * b1 + (middle >> _HALF) + ((a0 * b1 + (middle & _LOW)) >> _HALF), a * b
+def _product(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the high and low 64 bits of b times Philox's factors, from products of halves."""
+    b1, b0 = b >> _HALF, b & _LOW
+    middle = _HIGH_FACTORS * b0 + (_LOW_FACTORS * b0 >> _HALF)
+    high = _HIGH_FACTORS * b1 + (middle >> _HALF) + ((_LOW_FACTORS * b1 + (middle & _LOW)) >> _HALF)
+    return high, _FACTORS * b

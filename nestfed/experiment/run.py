@@ -249,8 +249,10 @@ def _work_inherited(number: int) -> NestfedError | None:
     return _work(_INHERITED[number])
 
 
-def _leave_with_parent() -> None:
-    """End this worker when its parent ends, so that two processes never write to one directory."""
+def _start_worker(environment: Mapping[str, str]) -> None:
+    """Take over the parent's environment; end when the parent ends, so that two processes never write to one directory."""
+    os.environ.clear()
+    os.environ.update(environment)
     parent = parent_process()
 
     def watch() -> None:
@@ -272,9 +274,11 @@ def run_jobs(jobs: Iterable[Job], workers: int, done: Callable[[Job, NestfedErro
         return
     portable = all(job.experiment.portable for job in todo)
     # What cannot be sent to another process, such as the user's functions, is inherited by a fork.
-    context = get_context("spawn" if portable else "fork")
+    # All others are forks of one new process that has imported torch, once for all calls in this process.
+    context = get_context("forkserver" if portable else "fork")
+    context.set_forkserver_preload([__name__])
     _INHERITED[:] = [] if portable else todo
-    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context, initializer=_leave_with_parent) as pool:
+    with ProcessPoolExecutor(min(workers, len(todo)), context, _start_worker, (dict(os.environ),)) as pool:
         futures = {
             pool.submit(_work, job) if portable else pool.submit(_work_inherited, i): job for i, job in enumerate(todo)
         }

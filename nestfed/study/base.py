@@ -27,7 +27,7 @@ from nestfed.engine.round import Record
 from nestfed.engine.simulate import Result, simulate
 from nestfed.engine.warm_up import WarmUp
 from nestfed.files import make_directory, write_model
-from nestfed.models import build
+from nestfed.models import Mlp, build
 from nestfed.study import advice
 from nestfed.study.sites import DataError
 
@@ -53,6 +53,26 @@ class Scores(nn.Module):
         if y.dim() == 2 and y.shape[1] == 2:  # two logits: use their difference
             return y[:, 1] - y[:, 0]
         return y
+
+
+class Precise(nn.Module):
+    """Computes the scores of a trained model in float64.
+
+    In float32, a row's score depends in its last digits on the other rows that are scored with it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the model's scores."""
+        return self.model(x.double())
+
+
+def precise(model: Scores) -> nn.Module:
+    """Return a model in float64 if its network is the library's own; others may compute in float32 only."""
+    return Precise(model) if isinstance(model.module, Mlp) else model
 
 
 class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types

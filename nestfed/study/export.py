@@ -20,7 +20,7 @@ from nestfed.files import reject_foreign, write_atomically
 from nestfed.metrics import find
 from nestfed.report import html
 from nestfed.report.page import Figure, Line, Page, Table
-from nestfed.study.base import Scores
+from nestfed.study.base import precise
 from nestfed.study.page import LABELS, curves, sites_table
 from nestfed.study.train import StudyResult, Trained
 
@@ -36,7 +36,7 @@ class Scorer(nn.Module):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, encoding: TableEncoding, model: Scores, calibration: tuple[float, float]) -> None:
+    def __init__(self, encoding: TableEncoding, model: nn.Module, calibration: tuple[float, float]) -> None:
         super().__init__()
         self.model, (self.a, self.b) = model, calibration
         self.register_buffer("mean", torch.from_numpy(encoding.mean))
@@ -52,7 +52,7 @@ class Scorer(nn.Module):
 
 def export(estimator: Any, path: Path) -> Path:
     """Write the map from raw features to probabilities as a program for `torch.export.load`."""
-    scorer = Scorer(estimator.scale_, estimator._scores, estimator.calibration_).eval()
+    scorer = Scorer(estimator.scale_, precise(estimator._scores), estimator.calibration_).eval()
     example = torch.zeros(2, len(estimator.scale_.features))
     made = torch.export.export(scorer, (example,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
     torch.export.save(made, path)

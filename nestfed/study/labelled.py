@@ -26,7 +26,7 @@ from nestfed.problems.auroc import AUROCOptions
 from nestfed.problems.classify import ClassifyOptions
 from nestfed.problems.objective import Labelled
 from nestfed.study import advice
-from nestfed.study.base import Federated, Scores
+from nestfed.study.base import Federated, Scores, precise
 from nestfed.study.sites import (
     DataError,
     Encoded,
@@ -141,7 +141,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         self.module_ = self._scores.module
         self.calibration_ = (1.0, 0.0)
         if self.kind != "classify":
-            raw = models.score(self._scores, data.x).double().numpy()
+            raw = models.score(precise(self._scores), data.x).double().numpy()
             self.calibration_ = calibrate([(raw[part], data.y[part].numpy()) for part in data.parts])
         return self
 
@@ -233,7 +233,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
     def _logits(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
         a, b = self.calibration_
-        raw = models.score(self._scores, self._input(X)).double().numpy()
+        raw = models.score(precise(self._scores), self._input(X)).double().numpy()
         return a * raw + b if raw.ndim == 1 else raw
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -265,7 +265,7 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         """Return all metrics on (X, y), or on sites together."""
         check_is_fitted(self)
         x, labels = self._pooled(X, y)
-        return self._judged(models.score(self._scores, x), labels)
+        return self._judged(models.score(precise(self._scores), x), labels)
 
     def __sklearn_tags__(self) -> Any:
         """Return the capabilities of the estimator, for scikit-learn."""

@@ -19,6 +19,7 @@ from nestfed.choice import resampled
 from nestfed.core import DivergedError, Metric, NestfedError, unknown
 from nestfed.engine.round import Record
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
+from nestfed.study.base import Scores, precise
 from nestfed.study.lr_find import StepSearch, apart, sweep, with_rows
 from nestfed.study.sites import Encoded, Site
 from nestfed.study.tables import Sites
@@ -154,9 +155,9 @@ class _Judge:
     owner: np.ndarray
     """The site number of each row."""
 
-    def scores(self, model: Callable[[Tensor], Tensor]) -> np.ndarray:
+    def scores(self, model: Scores) -> np.ndarray:
         """Return a model's scores of the rows."""
-        return models.score(model, self.x).double().numpy()
+        return models.score(precise(model), self.x).double().numpy()
 
     def values(self, scores: np.ndarray) -> dict[str, float]:
         """Return all metrics."""

@@ -41,8 +41,8 @@ def test_every_method_is_listed() -> None:
 @every
 @pytest.mark.parametrize("check", ALGORITHM_CHECKS)
 def test_contract(name: str, check: str) -> None:
-    s = setting(name, N=4)
-    ALGORITHM_CHECKS[check](Trial(method(name), s.problem, s.clients.seeded(SEED), Q, rounds=4, seed=SEED))
+    s = setting(name, N=3)
+    ALGORITHM_CHECKS[check](Trial(method(name), s.problem, s.clients.seeded(SEED), Q, rounds=3, seed=SEED))
 
 
 @every

@@ -27,9 +27,9 @@ def test_feddyn_finds_the_minimiser_of_the_mean_where_fedavg_does_not(q: int, co
     toy = Quadratic(4, 3, zeta=1.0, twist=0.8, sigma=0.0, condition=3.0)
     how: dict[str, Any] = {"q": q, "seed": 0, "progress": False}
     exchange = {} if count is None else {"exchange": Exchange(count=count)}
-    good = simulate(toy.problem, FedDyn(0.1, 1.0), toy.clients, rounds=400, **exchange, **how)
+    good = simulate(toy.problem, FedDyn(0.2, 1.0), toy.clients, rounds=100, **exchange, **how)
     assert (good.x - toy.minimiser).abs().max() < 1e-8
-    plain = simulate(toy.problem, FedAvg(0.1), toy.clients, rounds=400, **how)
+    plain = simulate(toy.problem, FedAvg(0.2), toy.clients, rounds=20, **how)
     assert (plain.x - toy.minimiser).abs().max() > 1e-2
 
 

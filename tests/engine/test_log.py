@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 
 from nestfed import Examples, Minimize
 from nestfed.algorithms import FedAvg
-from tests.support import simulate
+from tests.support import in_new_process, simulate
 
 
 def squares() -> tuple[Minimize, Examples]:
@@ -67,22 +65,18 @@ def test_warnings_are_logged_too(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_only_who_asks_sees_the_log(tmp_path: Path) -> None:
-    """In a process of its own, because pytest configures logging."""
-    code = (
-        "from tests.engine.test_log import run; run(1, directory='silent')\n"
-        "import logging, sys; print('configured', file=sys.stderr, flush=True)\n"
-        "logging.basicConfig(level='INFO'); run(1, directory='heard')"
-    )
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **paths},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    before, after = done.stderr.split("configured\n")
-    assert done.stdout == before == ""
+    """In a process of its own without pytest's handlers of the log."""
+
+    def work() -> None:
+        logging.root.handlers.clear()
+        logging.root.setLevel(logging.WARNING)
+        run(1, directory="silent")
+        sys.stderr.write("configured\n")
+        logging.basicConfig(level="INFO", stream=sys.stderr)
+        run(1, directory="heard")
+
+    done = in_new_process(work, tmp_path)
+    before, after = done.err.split("configured\n")
+    assert done.out == before == ""
     assert "INFO:nestfed.engine.loop:starting: fedavg with 4 clients" in after
     assert "INFO:nestfed.engine.run_directory:round 1 of 1: loss" in after

@@ -23,7 +23,11 @@ from tests.toys import SETTINGS, trace
 
 Q = 4
 TAU = [4, 1, 3, 2]
-ENGINES = [{"mode": "loop"}, {"mode": "vmap"}, {"mode": "vmap", "compile": True}, {"mode": "loop", "workers": 2}]
+LOOP, VMAP, COMPILED, WORKERS = ENGINES = (
+    {"mode": "loop"}, {"mode": "vmap"}, {"mode": "vmap", "compile": True}, {"mode": "loop", "workers": 2}
+)  # fmt: skip
+slow_if_compiled = [pytest.param(e, id=str(e), marks=[pytest.mark.slow] * ("compile" in e)) for e in ENGINES]
+"""Compiling takes many seconds."""
 
 
 def slowed(clients: Any) -> Paced:
@@ -47,11 +51,13 @@ def test_fednova_is_its_box(eta: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["fednova", "scaffold", "feddyn", "fedrep", "acc-fcsg-m", "codasca", "local-scgdm-tasks"]
 )
-def test_every_engine_takes_the_same_steps(name: str) -> None:
+@pytest.mark.parametrize("others", [(VMAP, WORKERS), pytest.param((COMPILED,), marks=pytest.mark.slow)],
+                         ids=["vmap, workers", "compiled"])  # fmt: skip
+def test_every_engine_takes_the_same_steps(name: str, others: tuple[dict[str, Any], ...]) -> None:
     setting = CASES[name].setting
     algorithm = method(name, **({"T0": 2 * Q} if name == "codasca" else {}))
-    loop = run(algorithm, setting, **ENGINES[0])
-    for engine in ENGINES[1:]:
+    loop = run(algorithm, setting, **LOOP)
+    for engine in others:
         close(run(algorithm, setting, **engine), loop)
 
 
@@ -61,14 +67,14 @@ def test_two_ranks_take_the_same_steps(tmp_path: Path) -> None:
         torch.testing.assert_close(shared, dict(loop.shared), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("engine", slow_if_compiled)
 def test_costs_are_counted_as_used(engine: dict[str, Any]) -> None:
     problem, clients = SETTINGS["plain"]()[:2]
     whole = simulate(problem, FedAvg(0.1), clients, rounds=3, q=Q, seed=3, progress=False, **engine)
     assert run(FedAvg(0.1), **engine)["examples"] == whole["examples"] * sum(TAU) / (4 * Q)
 
 
-@pytest.mark.parametrize("engine", ENGINES[:3], ids=str)
+@pytest.mark.parametrize("engine", slow_if_compiled[:3])
 def test_the_loss_is_the_mean_over_the_steps_taken(engine: dict[str, Any]) -> None:
     setting = SETTINGS["plain"]()
     losses = []
@@ -85,9 +91,15 @@ def test_the_loss_is_the_mean_over_the_steps_taken(engine: dict[str, Any]) -> No
 
 
 def test_a_uniform_output_of_a_slow_client_is_its_last_point() -> None:
-    results = [run(FedAvg(0.1), keep="uniform", **engine).x for engine in ENGINES]
+    results = [run(FedAvg(0.1), keep="uniform", **engine).x for engine in (LOOP, VMAP, WORKERS)]
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_a_uniform_output_is_the_same_compiled() -> None:
+    loop, compiled = (run(FedAvg(0.1), keep="uniform", **engine).x for engine in (LOOP, COMPILED))
+    torch.testing.assert_close(compiled, loop, rtol=0, atol=1e-10)
 
 
 def test_fednova_reaches_the_minimum_of_the_mean_and_fedavg_that_of_the_fast() -> None:
@@ -96,7 +108,7 @@ def test_fednova_reaches_the_minimum_of_the_mean_and_fedavg_that_of_the_fast() -
     problem = Quadratic()
     clients = slowed(Centres(centres))
     for fed, low, high in ((FedNova(0.01), 0.98, 1.02), (FedAvg(0.01), 0.5, 0.9)):
-        x = simulate(problem, fed, clients, rounds=800, q=Q, progress=False).x
+        x = simulate(problem, fed, clients, rounds=250, q=Q, progress=False).x
         assert low < float(x) < high, fed
 
 
@@ -151,7 +163,7 @@ class Noted(Quadratic):
         return -self.number(batch).to(x).expand(1)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("engine", slow_if_compiled)
 def test_a_batch_knows_its_client_its_steps_and_its_key(engine: dict[str, Any]) -> None:
     clients = slowed(Centres(torch.zeros(4, dtype=torch.float64)))
     options: dict[str, Any] = {"rounds": 1, "q": Q, "seed": 7, "progress": False, **engine}

@@ -100,11 +100,14 @@ def test_no_rounds_is_no_warm_up(tmp_path: Path) -> None:
     assert len(warmed(4, 0, directory=tmp_path).history) == 4, "it is the same run"
 
 
-@pytest.mark.parametrize("stop", [1, 3, 4, 6])
-@pytest.mark.parametrize("every", [1, 2, 10])
-def test_resumes_to_the_last_bit(stop: int, every: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    return warmed(evaluate=score, before=Scaffold(0.3))
+
+
+@pytest.mark.parametrize(("stop", "every"), [(1, 2), (3, 1), (3, 10), (4, 1), (4, 2), (6, 10)])
+def test_resumes_to_the_last_bit(whole: Any, stop: int, every: int, tmp_path: Path) -> None:
     """Stopped in the warm-up, at the boundary, and after it; one record and one line of checkpoints."""
-    whole = warmed(evaluate=score, before=Scaffold(0.3))
     options = {"evaluate": score, "directory": tmp_path, "checkpoint_every": every, "before": Scaffold(0.3)}
     assert warmed(stop, **options).history[-1]["round"] == stop
     resumed = warmed(**options)

@@ -50,13 +50,12 @@ def closed_form(x: np.ndarray, batch: Any) -> np.ndarray:
     return -np.exp(x) * y * np.linalg.solve(H, slope)
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_many_inner_steps_give_the_closed_form(page: dict[str, Any], eager: bool) -> None:
-    problem, clients = bilevel(page, steps=300)
-    for n in range(3):
-        data = clients.sample(n, 0)
-        found = problem.grad(problem.x0, Batch(data, eager=eager))
-        np.testing.assert_allclose(found.numpy(), closed_form(problem.x0.numpy(), data), rtol=1e-9)
+@pytest.mark.parametrize(("n", "eager"), [(0, True), (1, False)])
+def test_many_inner_steps_give_the_closed_form(page: dict[str, Any], n: int, eager: bool) -> None:
+    problem, clients = bilevel(page, steps=120)
+    data = clients.sample(n, 0)
+    found = problem.grad(problem.x0, Batch(data, eager=eager))
+    np.testing.assert_allclose(found.numpy(), closed_form(problem.x0.numpy(), data), rtol=1e-9)
 
 
 def test_few_inner_steps_match_finite_differences_and_keep_the_contract(page: dict[str, Any]) -> None:

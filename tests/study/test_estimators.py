@@ -73,7 +73,8 @@ def test_the_constructor_only_stores(kind: Any) -> None:
 
 def test_every_form_of_data_gives_the_same_model() -> None:
     sites, (x, _) = cancer()
-    reference = FederatedAUC(**QUICK).fit(sites)
+    few = {"rounds": 2, "q": 3}
+    reference = FederatedAUC(**few).fit(sites)
     scores = reference.decision_function(x)
     names = [f"f{i}" for i in range(x.shape[1])]
     frames = [(pd.DataFrame(a, columns=names), pd.Series(b)) for a, b in sites]
@@ -95,7 +96,7 @@ def test_every_form_of_data_gives_the_same_model() -> None:
         "target": (labelled, None, {}, {"target": "died"}),
     }
     for form, (a, b, options, settings) in forms.items():
-        found = FederatedAUC(**QUICK, **settings).fit(a, b, **options)
+        found = FederatedAUC(**few, **settings).fit(a, b, **options)
         at = pd.DataFrame(x, columns=names) if form in ("frames", "site_column", "target") else x
         # Sums in another order differ in the last digit of float32.
         assert_allclose(found.decision_function(at), scores, rtol=2e-3, atol=2e-3, err_msg=form)
@@ -506,7 +507,7 @@ def test_a_schedule_as_step_size(algorithm: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the theorem would want
         ends = [
-            FederatedAUC(**{"method": algorithm, **given}, **QUICK).fit(sites).predict_proba(x)
+            FederatedAUC(**{"method": algorithm, **given}, rounds=2, q=5).fit(sites).predict_proba(x)
             for given in (number, {"lr": lambda t: 0.05})
         ]
     assert_allclose(*ends, rtol=1e-6)

@@ -149,7 +149,7 @@ class Metric:
     higher: bool
     """Whether higher is better."""
     function: Callable[[Any, Any], float] | None = None
-    """Computes it from scores and labels."""
+    """Computes it from scores, (n,) or (n, classes), and labels, (n,): arrays of numpy, not tensors."""
     scores: Literal["ranking", "log-odds"] | None = None
     """The scores from which `judge` computes it: any that rank the examples, or logits. None: `judge` skips it."""
 
@@ -167,7 +167,16 @@ class Metric:
         """Compute it from scores and labels."""
         if self.function is None:
             raise NestfedError(f"The metric {self.name} is not a function of scores and labels.")
-        return self.function(scores, labels)
+        try:
+            return float(self.function(scores, labels))
+        except NestfedError:
+            raise
+        except Exception as error:  # of a function of the user's
+            reason = " ".join(str(error).split())
+            raise NestfedError(
+                f"The metric {self.name} failed: {type(error).__name__}: {reason}. Its function gets two arrays of numpy, "
+                "scores and labels, and returns a number."
+            ) from error
 
     def signed(self, value: float | None) -> float:
         """Return the value with its sign chosen so that larger is better, for sorting and differences."""

@@ -430,3 +430,13 @@ def test_totals_of_clients_add_up_to_the_metrics_of_all_rows() -> None:
     silent = ScoreTotals.of(s, y)
     assert math.isnan((one + silent).metrics()["log_loss"]), "a client that tells no losses makes the mean unknown"
     assert all(math.isnan(v) for v in nobody.metrics().values())
+
+
+def test_a_metric_of_a_plugin_that_fails_is_one_sentence() -> None:
+    """Its function gets arrays of numpy, which the sentence says."""
+    for function, sentence in (
+        (lambda s, y: s.softmax(0), "AttributeError: 'numpy.ndarray' object has no attribute 'softmax'"),
+        (lambda s, y: None, "TypeError: float"),
+    ):
+        with pytest.raises(NestfedError, match=rf"The metric mine failed: {sentence}.*gets two arrays of numpy"):
+            Metric("mine", True, function)(np.zeros(2), np.ones(2))

@@ -96,7 +96,7 @@ def lr_find_command(
     q: Q = 10,
     hidden: Hidden = None,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option("--out", help="Output file of the plot.")] = Path("lr.png"),
+    out: Annotated[Path, typer.Option("--out", help="Output file of the plot, or its directory.")] = Path("lr.png"),
 ) -> None:
     """Try step sizes in short runs and plot the validation metric against them."""
     from nestfed.report.drawing import drawable
@@ -105,6 +105,7 @@ def lr_find_command(
     from nestfed.study.train import find_kind
 
     kind = find_kind(objective)
+    out = out if out.suffix and not out.is_dir() else out / "lr.png"
     with _warnings_in_one_line():
         data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
         estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from nestfed.core import NestfedError
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.round import Record
 
@@ -38,6 +39,19 @@ class Callback:
 
     def end(self, error: BaseException | None) -> None:
         """Finish; `error` is what ended the run early, if anything did."""
+
+
+def check_callbacks(given: Any) -> None:
+    """Reject what cannot be called back, before a run starts."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise NestfedError(f"callbacks must be a list, such as [print], not {given!r}.")
+    for each in given:
+        if isinstance(each, type):
+            raise NestfedError(
+                f"callbacks contains the class {each.__name__}: pass an object, such as {each.__name__}()."
+            )
+        if not isinstance(each, Callback) and not callable(each):
+            raise NestfedError(f"callbacks contains {each!r}: pass functions of a record, or Callback objects.")
 
 
 @dataclass

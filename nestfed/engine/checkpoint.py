@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError
+from nestfed.engine.identity import difference
 from nestfed.engine.round import RunState
 from nestfed.files import written
 
@@ -109,7 +110,11 @@ def read(
             if header.get("format") != FORMAT:
                 raise NestfedError(f"{path} was written by another version of nestfed; choose another directory.")
             if header.get("fingerprint") != fingerprint:
-                raise NestfedError(f"{directory} contains checkpoints of another experiment; choose another directory.")
+                what = difference(fingerprint, header.get("fingerprint", ""))
+                raise NestfedError(
+                    f"{directory} contains checkpoints of another experiment{f': {what}' if what else ''}. Choose another "
+                    "directory."
+                )
             return _saved(tensors, json.loads(header["numbers"]), like), warnings
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
             reason = str(error).rstrip(".")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,17 @@ from nestfed.files import write_atomically
 FILE = "probe.json"
 WARM_UP_FILE = "probe-warm-up.json"
 CLIENTS = 4
+"""The clients whose gradients are probed."""
+DRAWN = 64
 """The clients whose first batch is probed."""
+PATIENCE = 1.0
+"""Seconds after which no more of these batches are drawn: some clients read theirs from files."""
+SPANS = 4
+"""The rounds whose numbers of local steps are probed."""
+SCALES = (0.0, 0.1, 10.0, 1000.0)
+"""How far from the start the points are whose projections are probed."""
+NOISE = 1e-6
+"""The rounding error of a projection is below this share of the point's norm."""
 BINS = 64
 TOLERANCE = 1e-4
 """Processors, threads and engines change numbers by less than this share."""
@@ -55,9 +67,9 @@ def inspect(problem: Problem, clients: Clients, seed: int, among: Sequence[int])
     )
 
 
-def some(clients: int) -> list[int]:
+def some(clients: int, most: int = CLIENTS) -> list[int]:
     """Return the clients to probe, spread over all of them."""
-    count = min(CLIENTS, clients)
+    count = min(most, clients)
     return [i * clients // count for i in range(count)]
 
 
@@ -78,7 +90,10 @@ def first_batch(problem: Problem, clients: Clients, seed: int, n: int) -> Batch:
 
 @dataclass(frozen=True)
 class Probe:
-    """A problem in a few numbers: its parameters, and the first batches of some clients with their gradients at x0."""
+    """A problem in a few numbers: its parameters, its clients' first batches, and gradients at two points.
+
+    What an older version did not probe is empty, and is not compared.
+    """
 
     parameters: Mapping[str, Sequence[int]]
     """The shape of each parameter."""
@@ -87,36 +102,142 @@ class Probe:
     gradients: Mapping[str, Sequence[float]]
     """For each client: its gradient at x0, summed with random signs into a few bins, which keeps distances."""
     nestfed: str = __version__
+    moved: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The same at a point near x0: the gradient of a penalty may be 0 at x0."""
+    points: Sequence[Sequence[float]] = ()
+    """x0 and points ever farther away after their projection, each summed into bins."""
+    rows: Sequence[int] = ()
+    """The number of every client's examples."""
+    q: int = 0
+    steps: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The numbers of local steps of clients in the first rounds."""
+    dtype: str = ""
+    precision: str = ""
 
     @classmethod
-    def of(cls, problem: Problem, clients: Clients, seed: int, start: Tensor) -> Probe:
-        """Probe a problem."""
-        batches, gradients = {}, {}
-        for n in some(len(clients)):
+    def of(
+        cls, problem: Problem, clients: Clients, seed: int, start: Tensor, *, q: int = 1, spans: Sequence[Span] = (),
+        precision: str = "full",
+    ) -> Probe:  # fmt: skip
+        """Probe a problem; `spans` are the first rounds."""
+        N = len(clients)
+        batches, gradients, moved = {}, {}, {}
+        w = problem.w0 if isinstance(problem, Saddle) else None
+        sketch = _Sketch.of(start.numel() + (0 if w is None else w.numel()))
+        near = _projected(problem, clients, start, w, start.numel() ** -0.5)
+        for n in some(N):
             batch = first_batch(problem, clients, seed, n)
             name = clients.label(n)
             batches[name] = [_summary(leaf) for leaf in tree_leaves(batch.data)]
             with blamed(clients.label, [n], 1):
-                gradients[name] = _sketch(_gradient(problem, start, batch))
-        return cls(problem.parameters(), batches, gradients)
+                gradients[name] = sketch(_gradient(problem, start, w, batch))
+            if near is not None and (found := _gradient_near(problem, clients, n, near, batch)) is not None:
+                moved[name] = sketch(found)
+        far = [_projected(problem, clients, start, w, scale) for scale in SCALES]
+        drawn = some(N, DRAWN)
+        return cls(
+            problem.parameters(), {**batches, **_batches(problem, clients, seed, drawn, batches)}, gradients,
+            moved=moved,
+            points=[[] if pair is None else sketch(_joined(*pair)) for pair in far],
+            rows=[clients.examples(n) for n in range(N)],
+            q=q,
+            steps={clients.label(n): [clients.steps(n, s.start, s.stop - s.start) for s in spans] for n in drawn},
+            dtype=str(start.dtype).removeprefix("torch."),
+            precision=precision,
+        )  # fmt: skip
 
     def difference(self, before: Probe) -> str:
         """Return what differs from another probe, in one clause; nothing if they are of the same problem."""
+        return self._other_model(before) or self._other_clients(before) or self._other_objective(before)
+
+    def _other_model(self, before: Probe) -> str:
         if other := _changed(self.parameters, before.parameters):
             return f"the model's parameters differ ({other})"
-        for name, leaves in self.batches.items():
-            held = before.batches.get(name)
-            if held is None:
-                return f"the clients differ ({name} is new)"
-            if [leaf[0] for leaf in leaves] != [list(leaf[0]) for leaf in held]:
+        if before.dtype and self.dtype != before.dtype:
+            return f"the model's parameters are {self.dtype} instead of {before.dtype}"
+        if before.precision and self.precision != before.precision:
+            return f"execution.precision is {self.precision!r} instead of {before.precision!r}"
+        return ""
+
+    def _other_clients(self, before: Probe) -> str:
+        if absent := [name for name in self.gradients if name not in before.gradients]:
+            return f"the clients differ ({absent[0]} is new)"
+        if before.rows and len(self.rows) != len(before.rows):
+            return f"there are {len(self.rows)} clients instead of {len(before.rows)}"
+        for name in [name for name in self.batches if name in before.batches]:
+            leaves, held = self.batches[name], before.batches[name]
+            if [list(leaf[0]) for leaf in leaves] != [list(leaf[0]) for leaf in held]:
                 shapes = " instead of ".join(str([tuple(leaf[0]) for leaf in some]) for some in (leaves, held))
                 return f"client {name} draws batches of another shape: {shapes}"
             if any(abs(a[1] - b[1]) > TOLERANCE * max(a[2], b[2]) for a, b in zip(leaves, held)):
                 return f"client {name} draws other data"
+        for n, (rows, held_rows) in enumerate(zip(self.rows, before.rows)):
+            if rows != held_rows:
+                return f"client number {n} has {rows} examples instead of {held_rows}"
+        for name in self.steps if self.q == before.q else ():  # another q is another experiment anyway
+            for r, (steps, held_steps) in enumerate(zip(self.steps[name], before.steps.get(name, ())), 1):
+                if steps != held_steps:
+                    return f"client {name} takes {steps} local steps in round {r} instead of {held_steps}"
+        return ""
+
+    def _other_objective(self, before: Probe) -> str:
+        size = sum(math.prod(shape) for shape in self.parameters.values())
+        for scale, now, then in zip(SCALES, self.points, before.points):
+            if now and then and _far(now, then, NOISE * scale * size**0.5):
+                return "the domain differs" if scale else "the starting point differs"
         # A ReLU near 0 may flip with the processor and change one client's gradient; another objective changes all.
         if self.gradients and all(_far(g, before.gradients.get(name, [])) for name, g in self.gradients.items()):
             return "the objective or the starting point differs: all gradients at x0 have changed"
+        both = [name for name in self.moved if name in before.moved]
+        if both and all(_far(self.moved[name], before.moved[name]) for name in both):
+            return "the objective differs: all gradients at a point near x0 have changed"
         return ""
+
+
+_Point = tuple[Tensor, Tensor | None]
+"""x, and w for a minimax problem."""
+
+
+def _batches(
+    problem: Problem, clients: Clients, seed: int, drawn: Sequence[int], known: Mapping[str, Any]
+) -> dict[str, list[tuple[list[int], float, float]]]:
+    """Return summaries of more clients' first batches, as long as drawing them is cheap."""
+    found, end = {}, time.monotonic() + PATIENCE
+    for n in drawn:
+        if clients.label(n) in known:
+            continue
+        if time.monotonic() > end:
+            break
+        found[clients.label(n)] = [_summary(leaf) for leaf in tree_leaves(first_batch(problem, clients, seed, n).data)]
+    return found
+
+
+def _projected(problem: Problem, clients: Clients, x: Tensor, w: Tensor | None, scale: float) -> _Point | None:
+    """Return the feasible point nearest to one at a distance, each coordinate ± scale; None if there is none."""
+    generator = torch.Generator().manual_seed(1)
+
+    def away(v: Tensor) -> Tensor:
+        return v + scale * (torch.randint(0, 2, v.shape, generator=generator) * 2 - 1).to(v)
+
+    try:
+        with blamed(clients.label, [0], 1):
+            dual = problem.project_dual(away(w)) if isinstance(problem, Saddle) and w is not None else None
+            return problem.project(away(x)), dual
+    except NestfedError:  # a run may never come there
+        return None
+
+
+def _gradient_near(problem: Problem, clients: Clients, n: int, point: _Point, batch: Batch) -> Tensor | None:
+    """Return the gradient at a point that a run may never visit, so it may not exist."""
+    try:
+        with blamed(clients.label, [n], 1):
+            return _gradient(problem, *point, batch)
+    except NestfedError:
+        return None
+
+
+def _joined(x: Tensor, w: Tensor | None) -> Tensor:
+    return x if w is None else torch.cat([x, w])
 
 
 def _summary(leaf: Tensor) -> tuple[list[int], float, float]:
@@ -126,27 +247,39 @@ def _summary(leaf: Tensor) -> tuple[list[int], float, float]:
     return list(leaf.shape), float(numbers.mean()), float(numbers.abs().mean())
 
 
-def _gradient(problem: Problem, x: Tensor, batch: Batch) -> Tensor:
-    if isinstance(problem, Saddle):
-        return torch.cat(problem.grads(x, problem.w0, batch))
+def _gradient(problem: Problem, x: Tensor, w: Tensor | None, batch: Batch) -> Tensor:
+    if isinstance(problem, Saddle) and w is not None:
+        return torch.cat(problem.grads(x, w, batch))
     if isinstance(problem, Differentiable):
         return problem.grad(x, batch)
     return x  # a kind of the user's own: only its data are compared
 
 
-def _sketch(gradient: Tensor) -> list[float]:
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, gradient.shape, generator=generator) * 2 - 1
-    bins = torch.randint(0, BINS, gradient.shape, generator=generator)
-    numbers = gradient.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0)
-    return torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, numbers * signs).tolist()
+@dataclass(frozen=True)
+class _Sketch:
+    """Sums a vector with random signs into a few bins, which keeps distances."""
+
+    signs: Tensor
+    bins: Tensor
+
+    @classmethod
+    def of(cls, size: int) -> _Sketch:
+        """Draw signs and bins for vectors of this size; they are the same in every run."""
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, (size,), generator=generator) * 2 - 1
+        return cls(signs.to(torch.int8), torch.randint(0, BINS, (size,), generator=generator))
+
+    def __call__(self, vector: Tensor) -> list[float]:
+        """Return the sums."""
+        numbers = vector.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0)
+        return torch.zeros(BINS, dtype=torch.float64).index_add_(0, self.bins, numbers * self.signs).tolist()
 
 
-def _far(a: Sequence[float], b: Sequence[float]) -> bool:
+def _far(a: Sequence[float], b: Sequence[float], slack: float = 0.0) -> bool:
     if len(a) != len(b):
         return True
     left, right = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
-    return bool((left - right).norm() > TOLERANCE * max(left.norm(), right.norm()))
+    return bool((left - right).norm() > TOLERANCE * max(left.norm(), right.norm()) + slack)
 
 
 def _changed(now: Mapping[str, Sequence[int]], before: Mapping[str, Sequence[int]]) -> str:

@@ -22,6 +22,11 @@ def metrics_of(record: Record) -> dict[str, float]:
     return {k: v for k, v in record.items() if k not in COSTS and v is not None}
 
 
+def metric_names(records: Iterable[Record]) -> list[str]:
+    """Return the names of the metrics in some records; undefined ones have a name too."""
+    return next((names for r in records if (names := [k for k in r if k not in COSTS])), [])
+
+
 def last_known(history: Sequence[Record], column: str) -> float | None:
     """Return the last value of a metric or cost that is known; None if there is none."""
     return next((float(r[column]) for r in reversed(history) if r.get(column) is not None), None)

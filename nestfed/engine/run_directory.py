@@ -23,7 +23,8 @@ from nestfed.engine.federation import Federation
 from nestfed.engine.options import Evaluation
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.progress import Progress
-from nestfed.engine.record import COSTS, Log, metrics_of
+from nestfed.engine.recheck import differing_names
+from nestfed.engine.record import COSTS, Log, metric_names, metrics_of
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record, Reply, RunState
 from nestfed.files import sweep
@@ -178,10 +179,8 @@ class RunDirectory:
                 f"The evaluation returns {taken[0]!r}, which is a column of the record: rename the metric."
             )
         own = [r for r in self.history if r["round"] > self.before or not self.before]
-        known = next((metrics_of(r) for r in own if metrics_of(r)), {})
-        if known and values and set(known) != set(values):
-            where = "the record of this run" if self.path is None else f"the record in {self.path}"
-            raise NestfedError(f"The evaluation returns {', '.join(values)}, but {where} has {', '.join(known)}.")
+        if error := differing_names(metric_names(own), values, self.path):
+            raise NestfedError(error)
         if not self.history or self.history[-1]["round"] != state.number:
             self.history.append(state.record(None, None, 0))
         self.history[-1] |= values

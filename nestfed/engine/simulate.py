@@ -17,19 +17,22 @@ from nestfed import metrics
 from nestfed.algorithms.buffered import BUFFERS, with_buffers
 from nestfed.core import Algorithm, Clients, Fields, NestfedError, Problem, as_clients, refuse_mismatch, whole
 from nestfed.engine import checkpoint, probe
-from nestfed.engine.callbacks import Callback, Callbacks, settings_of
+from nestfed.engine.callbacks import Callback, Callbacks, check_callbacks, settings_of
 from nestfed.engine.federation import Federation
+from nestfed.engine.identity import after_warm_up, identity
 from nestfed.engine.loop import Plan, drive
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.engine.place import available, make_federation, vectorises
 from nestfed.engine.privacy import Noise
-from nestfed.engine.program import AnyAlgorithm
+from nestfed.engine.program import AnyAlgorithm, span_from
 from nestfed.engine.progress import Progress
 from nestfed.engine.ranks import Group
+from nestfed.engine.recheck import refuse_other_metrics
 from nestfed.engine.record import last_known
+from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record, Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
-from nestfed.engine.schedules import check_schedules, described
+from nestfed.engine.schedules import check_schedules
 from nestfed.engine.warm_up import WarmUp
 from nestfed.files import locked, make_directory, require_locks, write_atomically
 
@@ -112,22 +115,14 @@ def simulate(
     - `callbacks`: functions that are called with every record, or `Callback` objects. If one fails, it ends with a warning;
       the run continues.
     """
-    require_locks()
-    whole("rounds", rounds, 0)
+    check_callbacks(callbacks)
     warm = warm_up if warm_up is not None and warm_up.rounds else None
     before = warm.rounds if warm is not None else 0
-    judged = evaluate is not None or measure is not None
-    _check(problem, method, max(rounds - before, 0), q, seed, evaluation, exchange, execution, judged)
-    method = with_buffers(problem, method, evaluation.keep)
-    clients = as_clients(clients)
-    exchange.check(_some(clients, method))
-    device = available(execution.device)
-    group = Group.join(device)
-    problem.to(device)
-    clients = clients.seeded(seed).to(device)
-    start = _start(problem, x0)
-    path = None if directory is None else make_directory(Path(directory))
-    own = _Part(problem, method, clients, rounds, q, seed, exchange, execution, path, group, rounds, before=before)
+    own, start = _prepare(
+        problem, method, clients, rounds, q, seed, x0, evaluation, exchange, execution, directory,
+        evaluate is not None or measure is not None, before,
+    )  # fmt: skip
+    method, clients, path, group = own.method, own.clients, own.path, own.group
     parts, names = [own], method.shared
     if warm is not None:
         first = _warm_part(warm, own)
@@ -145,15 +140,70 @@ def simulate(
         if statement and path is not None and group.leads:
             write_atomically(path / "privacy.txt", f"{statement}\n".encode())
         done: _Done | None = None
-        identity = own.identity() + (f" after {before} rounds of {first.identity()}" if warm is not None else "")
+        name = own.identity() if warm is None else after_warm_up(own.identity(), before, first.identity())
         probed = own.probed(start)
-        if warm is not None and not own.begun(identity):
+        if warm is not None and not own.begun(name):
             last = replace(evaluation, keep="last", metric="")
-            done = first.run(begin, identity, first.probed(begin), last, evaluate, None, progress, calls, None)
+            done = first.run(begin, name, first.probed(begin), last, evaluate, None, progress, calls, None)
             start = warm.hand_over(problem, done.x)
         if done is None or rounds >= before:
-            done = own.run(start, identity, probed, evaluation, evaluate, measure, progress, calls, done)
+            done = own.run(start, name, probed, evaluation, evaluate, measure, progress, calls, done)
         return done.result(statement)
+
+
+def verify(
+    problem: Problem,
+    method: AnyAlgorithm,
+    clients: Clients,
+    *,
+    directory: str | Path,
+    rounds: int,
+    q: int = 1,
+    seed: int = 0,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    measure: Callable[[Fields, Fields], Mapping[str, float]] | None = None,
+    evaluation: Evaluation = Evaluation(),
+    exchange: Exchange = Exchange(),
+    execution: Execution = Execution(),
+) -> None:
+    """Reject a directory whose run these arguments of `simulate` would not repeat; train and write nothing."""
+    judged = evaluate is not None or measure is not None
+    own, start = _prepare(
+        problem, method, clients, rounds, q, seed, None, evaluation, exchange, execution, directory, judged, 0
+    )
+    path = Path(directory)
+    probe.inspect(own.problem, own.clients, seed, probe.some(len(own.clients)))
+    if (path / own.probe_file).exists() and (probed := own.probed(start)) is not None:
+        probe.check(path, probed, own.probe_file)
+    found, _ = checkpoint.read(path, own.identity(), torch.device(execution.device))
+    if found is None or not judged:
+        return
+    state, private = found
+    refuse_other_metrics(
+        read_record(path / "record.jsonl"), state.number,
+        lambda: _measured(own.rules, state, private, evaluate, measure), path,
+    )  # fmt: skip
+
+
+def _prepare(
+    problem: Problem, method: AnyAlgorithm, clients: Clients, rounds: int, q: int, seed: int, x0: Tensor | None,
+    evaluation: Evaluation, exchange: Exchange, execution: Execution, directory: str | Path | None, judged: bool, before: int,
+) -> tuple[_Part, Tensor]:  # fmt: skip
+    """Check the arguments of a run; return its own rounds, after those of a warm-up, and the starting point."""
+    require_locks()
+    whole("rounds", rounds, 0)
+    _check(problem, method, max(rounds - before, 0), q, seed, evaluation, exchange, execution, judged)
+    method = with_buffers(problem, method, evaluation.keep)
+    clients = as_clients(clients)
+    exchange.check(_some(clients, method))
+    device = available(execution.device)
+    group = Group.join(device)
+    problem.to(device)
+    clients = clients.seeded(seed).to(device)
+    start = _start(problem, x0)
+    path = None if directory is None else make_directory(Path(directory))
+    part = _Part(problem, method, clients, rounds, q, seed, exchange, execution, path, group, rounds, before=before)
+    return part, start
 
 
 @dataclass(frozen=True)
@@ -219,13 +269,20 @@ class _Part:
     def identity(self) -> str:
         """Return what identifies the run in its checkpoints."""
         N, d = len(self.clients), self.problem.x0.numel()
-        return f"{described(self.method)} q={self.q} seed={self.seed} N={N} d={d} {self.exchange!r}"
+        return identity(self.method, self.q, self.seed, N, d, self.exchange)
 
     def probed(self, start: Tensor) -> probe.Probe | None:
         """Return the probe for the run directory, if this process writes one."""
         if self.path is None or not self.group.leads:
             return None
-        return probe.Probe.of(self.problem, self.clients, self.seed, start[: self.problem.x0.numel()])
+        spans, t = [], 0
+        for _ in range(min(self.rounds - self.before, probe.SPANS)):
+            spans.append(span_from(self.method, t, self.q))
+            t = spans[-1].stop
+        return probe.Probe.of(
+            self.problem, self.clients, self.seed, start[: self.problem.x0.numel()], q=self.q, spans=spans,
+            precision=self.execution.precision,
+        )  # fmt: skip
 
     def begun(self, identity: str) -> bool:
         """Return whether the directory has a checkpoint of these rounds, so that the warm-up is over."""
@@ -248,10 +305,8 @@ class _Part:
         state = RunState.start(method, template, len(self.clients), None if warm is None else warm.state)
         with closing(self._federation(template, state)) as federation:
             del template
-            plan = Plan(
-                self.rules, max(self.rounds - self.before, 0), self.q, self.seed, evaluation,
-                _judge(self.rules, federation, group, evaluate, measure),
-            )  # fmt: skip
+            judge = _judge(self.rules, federation, group, evaluate, measure)
+            plan = Plan(self.rules, max(self.rounds - self.before, 0), self.q, self.seed, evaluation, judge)
             if self.path is not None:
                 _compare(self.path, probed, federation, self.probe_file)
             book = RunDirectory(
@@ -262,6 +317,9 @@ class _Part:
             if warm is not None:
                 book.laps = warm.book.laps
             state = book.resume(state, device)
+            if judge is not None and state.round:
+                own = [r for r in book.history if r["round"] > self.before or not self.before]
+                refuse_other_metrics(own, state.number, partial(judge, state), self.path, federation.agree)
             book.callbacks = calls
             calls.start(book.history, self.path)
             book.progress = Progress(method.name, self.total, state.number, progress if group.leads else False)
@@ -347,20 +405,25 @@ def _judge(
         return None
 
     def judge(state: RunState) -> Mapping[str, float]:
-        found: dict[str, float] = {}
         private = federation.private() if measure is not None else _of_all(rules.method, federation)  # on every rank
-        if not group.leads:
-            return found
-        if evaluate is not None:
-            with torch.no_grad():
-                found |= named_numbers(
-                    "evaluate", evaluate(rules.problem.bind(_solution(rules.method, state, private)))
-                )
-        if measure is not None:
-            found |= named_numbers("measure", measure(state.shared, private))
-        return found
+        return _measured(rules, state, private, evaluate, measure) if group.leads else {}
 
     return judge
+
+
+def _measured(
+    rules: Rules, state: RunState, private: Fields,
+    evaluate: Callable[[Any], Mapping[str, float]] | None,
+    measure: Callable[[Fields, Fields], Mapping[str, float]] | None,
+) -> dict[str, float]:  # fmt: skip
+    """Return what the user's functions find in a state."""
+    found: dict[str, float] = {}
+    if evaluate is not None:
+        with torch.no_grad():
+            found |= named_numbers("evaluate", evaluate(rules.problem.bind(_solution(rules.method, state, private))))
+    if measure is not None:
+        found |= named_numbers("measure", measure(state.shared, private))
+    return found
 
 
 def _of_all(method: AnyAlgorithm, federation: Federation) -> Fields:

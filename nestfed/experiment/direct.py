@@ -18,7 +18,7 @@ from nestfed.core import Algorithm, Metric, NestfedError, unknown
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.experiment.compare import Comparison
 from nestfed.experiment.compare import compare as compare_experiment
-from nestfed.experiment.own import Given, Judge, Method, OwnExperiment, by_method
+from nestfed.experiment.own import Given, Judge, Method, OwnExperiment, by_method, hyper_parameters
 from nestfed.experiment.spec import RunSpec
 from nestfed.experiment.sweep import Point, Sweep, sweep_points
 from nestfed.experiment.tune import EXTEND, Tuned, shown
@@ -109,11 +109,11 @@ def compare(
     """Compare methods at equal rounds: tune each on validation data, then run it with every seed.
 
     - `problem`, `clients`: an object for all methods, a mapping by method, or a function of the seed.
-    - `methods`: for each name a class, `functools.partial(FCSGM, beta=0.5)`, or an object.
+    - `methods`: for each name a class, `functools.partial(FCSGM, beta=0.5)`, an object, or a function of the values to try.
     - `metric`: a name, or a `Metric` with its direction.
     - `evaluate`, `validate`: functions of the model that return named metrics on test and validation data. Tuning sees only
       `validate`. With `held_out` the choice knows the noise of the validation rows.
-    - `grids`: values to try; `"eta"` is for all methods that have it, `"fedavg.eta"` for one.
+    - `grids`: values to try; `"eta"` is for all methods that have it, `"fedavg.eta"` for one. `"eta_g"` may be that of a server.
     - `seeds`: runs per method, from `seed` on.
     - `trials`, `trial_seeds`, `extend`: trials per method (0 = the whole grid), seeds per trial, and the trials beyond a grid.
     - `evaluation`, `exchange`, `execution`: as in `simulate`.
@@ -173,7 +173,7 @@ def sweep(
 
 
 def _points(experiment: OwnExperiment, over: Mapping[str, Any]) -> Any:
-    keys = {key: key if key in ("clients", "problem") else _setting(key) for key in over}
+    keys = {key: key if key in ("clients", "problem") else _setting(key, experiment.given.methods) for key in over}
     for key, values in over.items():
         if key in ("clients", "problem") and not isinstance(values, Mapping):
             raise NestfedError(f"over[{key!r}] must be a mapping from a label to the {key}, not {values!r}.")
@@ -189,7 +189,7 @@ def _points(experiment: OwnExperiment, over: Mapping[str, Any]) -> Any:
         yield Point(point, variant)
 
 
-def _setting(key: str) -> str:
+def _setting(key: str, methods: Mapping[str, Method]) -> str:
     """Return the dotted name of a setting."""
     known = {
         f.name: f"{section}.{f.name}"
@@ -203,6 +203,11 @@ def _setting(key: str) -> str:
     }
     if key in known or key in known.values():
         return known.get(key, key)
+    if having := [name for name, method in methods.items() if key.rpartition(".")[2] in hyper_parameters(method)]:
+        raise NestfedError(
+            f"over has {key!r}, which is a hyper-parameter of {', '.join(having)} and not a setting of the run: give its "
+            "values in grids to tune it, or one method for each value to compare them."
+        )
     raise unknown("setting", key, [*known, "clients", "problem"])
 
 

@@ -6,16 +6,19 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from types import FunctionType
 from typing import Any, ClassVar
 
-from nestfed.core import Algorithm, Metric, NestfedError, as_clients, unknown
+import torch
+
+from nestfed.core import Algorithm, Metric, NestfedError, Served, as_clients, unknown
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.engine.schedules import described
 from nestfed.experiment.spec import Experiment, from_tables
 
 Method = Algorithm[Any, Any] | Callable[..., Algorithm[Any, Any]]
-"""A method: a class, functools.partial(class, beta=0.5), or an object."""
+"""A method: a class, functools.partial(class, beta=0.5), an object, or a function of its hyper-parameters."""
 Judge = Callable[[Any], Mapping[str, float]]
 
 
@@ -84,7 +87,10 @@ class OwnExperiment(Experiment):
         """Return the experiment with one of its methods."""
         if name not in self.given.methods:
             raise unknown("method", name, self.given.methods)
-        return self._of({**self.source, "algorithm": {"name": name}}, self.given)
+        given, tables = self.given.methods[name], {**self.source, "algorithm": {"name": name}}
+        if isinstance(given, Served):
+            tables["server"] = {"name": given.by.name or type(given.by).__name__}
+        return self._of(tables, self.given)
 
     def alone(self) -> OwnExperiment:
         """Return the experiment itself: its tables have no other methods."""
@@ -92,24 +98,33 @@ class OwnExperiment(Experiment):
 
     def steps(self) -> tuple[str, ...]:
         """Return the names of the method's step sizes."""
-        return _class(self.given.methods[self.algorithm.name]).steps
+        name = self.algorithm.name
+        given = self.given.methods[name]
+        if isinstance(given, FunctionType):  # only what it returns knows
+            first = {key: values[0] for key, values in self.given.grids.get(name, {}).items()}
+            return _built(name, given, first).steps
+        return given.steps if isinstance(given, Algorithm) else _class(given).steps
 
     def grid(self, name: str) -> dict[str, Any]:
         """Return the values to tune by dotted setting."""
-        return {f"algorithm.{key}": list(values) for key, values in self.given.grids.get(name, {}).items()}
+        settings = _settings(self.given.methods[name])
+        return {settings[key]: list(values) for key, values in self.given.grids.get(name, {}).items()}
 
     def method(self) -> Algorithm[Any, Any]:
         """Return the method with its hyper-parameters."""
         given, hyper = self.given.methods[self.algorithm.name], dict(self.algorithm.hyper)
+        if isinstance(given, Served):
+            return _changed(given.method, hyper).served_by(_changed(given.by, dict(self.server.hyper)))
         if isinstance(given, Algorithm):
-            return dataclasses.replace(given, **hyper) if hyper else given  # type: ignore[type-var]
-        try:
-            return given(**hyper)
-        except TypeError as error:
-            raise NestfedError(
-                f"The method {self.algorithm.name!r} cannot be built: {error}; add its hyper-parameters to grids, or pass "
-                "functools.partial(Class, name=value)."
-            ) from error
+            return _changed(given, hyper)
+        return _built(self.algorithm.name, given, hyper)
+
+    def check_metric(self, function: str, judge: Judge, problem: Any) -> None:
+        """Reject a function of the user's that does not return the metric that decides, before any work starts."""
+        with torch.no_grad():
+            found, name = judge(problem.bind(problem.x0)), self.given.metric.name
+        if name not in found:
+            raise NestfedError(f"The metric is {name!r}, but {function} returns {', '.join(found)}.")
 
     def resolved(self) -> dict[str, Any]:
         """Return every setting as plain data, with the names of the user's classes."""
@@ -127,6 +142,8 @@ class OwnExperiment(Experiment):
             **(_fixed(self.given.methods[name]) if name else {}),
             **self.algorithm.hyper,
         }
+        if self.server.hyper:
+            settings["server"] = {"name": self.server.name, **self.server.hyper}
         return settings
 
 
@@ -142,17 +159,31 @@ def by_method(methods: Mapping[str, Method], grids: Mapping[str, Sequence[Any]])
         owner, _, hyper = key.rpartition(".")
         if owner and owner not in methods:
             raise unknown("method", owner, methods, owner="grids")
-        having = [n for n, m in methods.items() if owner in ("", n) and hyper in _hyper_parameters(m)]
+        having = [n for n, m in methods.items() if owner in ("", n) and hyper in hyper_parameters(m)]
         if not having:
-            known = {h for n, m in methods.items() if owner in ("", n) for h in _hyper_parameters(m)}
-            raise unknown("hyper-parameter", hyper, known, owner=owner or "None of the methods")
+            known = {h for n, m in methods.items() if owner in ("", n) for h in hyper_parameters(m)}
+            raise unknown("hyper-parameter", hyper, known, owner=owner)
         for name in having:
             found[name][hyper] = values
     return found
 
 
-def _hyper_parameters(method: Method) -> list[str]:
-    return [f.name for f in dataclasses.fields(_class(method))]
+def hyper_parameters(method: Method) -> list[str]:
+    """Return the names of a method's hyper-parameters, those of its server included."""
+    return list(_settings(method))
+
+
+def _settings(method: Method) -> dict[str, str]:
+    """Return a method's hyper-parameters, each with its dotted setting; those of a server are behind the method's own."""
+    if isinstance(method, Served):
+        own = {f.name: f"server.{f.name}" for f in dataclasses.fields(method.by)}  # type: ignore[arg-type]
+        return own | _settings(method.method)
+    names = signature(method).parameters if isinstance(method, FunctionType) else _fields(_class(method))
+    return {name: f"algorithm.{name}" for name in names}
+
+
+def _fields(cls: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
 
 
 def _class(method: Any) -> Any:
@@ -161,9 +192,27 @@ def _class(method: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Algorithm):
         return kind
     raise NestfedError(
-        f"A method must be a class such as FedAvg, functools.partial(FCSGM, beta=0.5) or an object such as FedAvg(0.1), "
-        f"not {method!r}."
+        "A method must be a class such as FedAvg, functools.partial(FCSGM, beta=0.5), an object such as FedAvg(0.1) or a "
+        f"function such as lambda eta: FedAvg(eta), not {method!r}."
     )
+
+
+def _changed(thing: Any, hyper: Mapping[str, Any]) -> Any:
+    return dataclasses.replace(thing, **hyper) if hyper else thing
+
+
+def _built(name: str, make: Callable[..., Any], hyper: Mapping[str, Any]) -> Algorithm[Any, Any]:
+    """Call a class or function with hyper-parameters."""
+    try:
+        made = make(**hyper)
+    except TypeError as error:
+        raise NestfedError(
+            f"The method {name!r} cannot be built: {error}; add its hyper-parameters to grids, or pass "
+            "functools.partial(Class, name=value)."
+        ) from error
+    if not isinstance(made, Algorithm):
+        raise NestfedError(f"The method {name!r} must return an object such as FedAvg(0.1), not {made!r}.")
+    return made
 
 
 def _fixed(method: Any) -> dict[str, Any]:

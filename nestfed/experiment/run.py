@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -24,9 +25,10 @@ from nestfed.core import DivergedError, Fields, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.engine.run_directory import Interrupted
-from nestfed.engine.simulate import simulate
+from nestfed.engine.simulate import simulate, verify
 from nestfed.experiment.build import Assembly, assemble
-from nestfed.experiment.spec import Experiment, identity
+from nestfed.experiment.own import OwnExperiment
+from nestfed.experiment.spec import Experiment, difference, identity
 from nestfed.files import locked, make_directory, reject_foreign, write_atomically, write_model
 from nestfed.metrics import find
 from nestfed.report import plot
@@ -64,8 +66,8 @@ def claim(out: Path, experiment: Experiment) -> None:
             held = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise NestfedError(f"{path} cannot be read: {error}.") from error
-        if identity(held) != identity(json.loads(settings)):
-            raise NestfedError(f"{out} contains another experiment; choose another directory with --out.")
+        if what := difference(identity(json.loads(settings)), identity(held)):
+            raise NestfedError(f"{out} contains another experiment: {what}; choose another directory with --out.")
     else:
         write_atomically(path, settings.encode())
 
@@ -120,9 +122,7 @@ def _run(
     until: int,
     tuning: bool,
 ) -> list[Record]:
-    made = assemble(experiment)
-    if tuning:
-        made = replace(made, test=lambda model: {}, ranks=None, by_client=None)
+    made = _assembled(experiment, tuning)
     if leads() and not (out / "machine.json").exists():
         write_atomically(out / "machine.json", json.dumps(describe()).encode())
     if made.summary is not None and leads():
@@ -135,6 +135,32 @@ def _run(
     return history
 
 
+def _assembled(experiment: Experiment, tuning: bool) -> Assembly:
+    """Build the objects of a run; tuning does not see the test data."""
+    made = assemble(experiment)
+    return replace(made, test=lambda model: {}, ranks=None, by_client=None) if tuning else made
+
+
+def _arguments(experiment: Experiment, made: Assembly) -> dict[str, Any]:
+    """Return the arguments of `simulate` that decide what a run finds."""
+    spec, evaluation = experiment.run, experiment.evaluation
+    if evaluation.keep == "best":
+        decisive = find(evaluation.metric or made.metric)
+        evaluation = replace(evaluation, metric=replace(decisive, name=f"val_{decisive.name}"))
+    alone = Alone(made.algorithm) if spec.sites == "alone" else None
+    return {
+        "problem": made.problem,
+        "method": alone or made.algorithm,
+        "clients": made.clients,
+        "q": spec.q,
+        "seed": spec.seed,
+        "evaluate": None if alone else made.evaluate,
+        "measure": partial(_mean_over_clients, made, alone) if alone else None,
+        "evaluation": evaluation,
+        "exchange": experiment.exchange,
+    }
+
+
 def _simulate(
     experiment: Experiment,
     made: Assembly,
@@ -144,22 +170,11 @@ def _simulate(
     profile: Callable[[Mapping[str, float]], None] | None,
     tuning: bool,
 ) -> list[Record]:
-    spec, evaluation = experiment.run, experiment.evaluation
-    if evaluation.keep == "best":
-        decisive = find(evaluation.metric or made.metric)
-        evaluation = replace(evaluation, metric=replace(decisive, name=f"val_{decisive.name}"))
-    alone = Alone(made.algorithm) if spec.sites == "alone" else None
+    spec = experiment.run
+    alone = spec.sites == "alone"
     result = simulate(
-        made.problem,
-        alone or made.algorithm,
-        made.clients,
+        **_arguments(experiment, made),
         rounds=min(spec.rounds, until or spec.rounds),
-        q=spec.q,
-        seed=spec.seed,
-        evaluate=None if alone else made.evaluate,
-        measure=partial(_mean_over_clients, made, alone) if alone else None,
-        evaluation=evaluation,
-        exchange=experiment.exchange,
         execution=replace(experiment.execution, profile=profile is not None),
         directory=out,
         progress=progress,
@@ -178,7 +193,7 @@ def _simulate(
     if tuning and made.validated is not None:
         with torch.no_grad():
             scores, labels = made.validated(made.problem.bind(result.x))
-        values = resampled(find(evaluation.metric or made.metric), scores, labels)
+        values = resampled(find(experiment.evaluation.metric or made.metric), scores, labels)
         content = {"round": result.history[-1]["round"], "values": values}
         write_atomically(out / RESAMPLED, json.dumps(content).encode())
     if made.by_client is not None:
@@ -227,6 +242,15 @@ class Job:
             return True
         return self.until > 0 and any(r["round"] >= self.until for r in read_record(self.out / "record.jsonl"))
 
+    def check(self) -> None:
+        """Reject a directory that contains another run: other settings, or other objects of the user's."""
+        if (self.out / "experiment.json").exists():
+            claim(self.out, self.experiment)
+            if isinstance(self.experiment, OwnExperiment):  # settings do not say what the objects are
+                arguments = _arguments(self.experiment, _assembled(self.experiment, self.tuning))
+                rounds, execution = self.experiment.run.rounds, self.experiment.execution
+                verify(**arguments, rounds=rounds, execution=execution, directory=self.out)
+
 
 def _work(job: Job) -> NestfedError | None:
     """Run a job in a worker process; return an error that the user can fix."""
@@ -264,8 +288,16 @@ def _start_worker(environment: Mapping[str, str]) -> None:
 
 
 def run_jobs(jobs: Iterable[Job], workers: int, done: Callable[[Job, NestfedError | None], None]) -> None:
-    """Run jobs in parallel, one thread each; call `done` after each job with its error, if any."""
-    todo = [job for job in jobs if not job.done()]
+    """Run jobs in parallel, one thread each; call `done` after each job with its error, if any.
+
+    A job that is done is not repeated, but its directory must contain this job.
+    """
+    todo = []
+    for job in jobs:
+        if job.done():
+            job.check()
+        else:
+            todo.append(job)
     if not todo:
         return
     if workers <= 1 or len(todo) == 1:

@@ -293,6 +293,18 @@ def _chosen(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def difference(now: Mapping[str, Any], before: Mapping[str, Any], where: str = "") -> str:
+    """Return the first setting that differs, in one clause; nothing if none does."""
+    for key in {**now, **before}:
+        one, other, name = now.get(key), before.get(key), f"{where}{key}"
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            if inside := difference(one, other, f"{name}."):
+                return inside
+        elif one != other:
+            return f"{name} is {one!r} instead of {other!r}"
+    return ""
+
+
 _SECTIONS: dict[str, type] = {
     "data": DataSpec,
     "partition": PartitionSpec,
@@ -375,11 +387,28 @@ def from_tables(tables: Mapping[str, Any]) -> Experiment:
     for name in tables:
         if name not in (*_SECTIONS, "methods"):
             raise _SettingError(name, "", str(unknown("section", name, _SECTIONS)))
+    _reject_moved(tables)
     for name, table in tables.items():
         _reject_odd(name, "", table)
     _reject_odd_methods(tables.get("methods", {}))
     parsed = {name: _section(name, cls, tables.get(name, {})) for name, cls in _SECTIONS.items()}
     return Experiment(**parsed, source=tables)
+
+
+def _reject_moved(tables: Mapping[str, Any]) -> None:
+    """Reject settings of version 0.1, all in one sentence."""
+    old = []
+    for section, table in tables.items():
+        inside = table if isinstance(table, Mapping) else {}
+        old += [(section, key, _MOVED[f"{section}.{key}"]) for key in inside if f"{section}.{key}" in _MOVED]
+        if section == "methods":
+            with_grid = [
+                f"methods.{name}" for name, own in inside.items() if isinstance(own, Mapping) and "grid" in own
+            ]
+            old += [(method, "grid", f"{method}.tune") for method in with_grid]
+    if old:
+        sentence = "; ".join(f"{section}.{key} is now {place}" for section, key, place in old)
+        raise _SettingError(*old[0][:2], f"{sentence}.")
 
 
 def _reject_odd(section: str, key: str, value: Any, depth: int = 0) -> None:
@@ -405,8 +434,6 @@ def _reject_odd_methods(methods: Any) -> None:
     for name, table in methods.items():
         if not isinstance(table, Mapping):
             raise _SettingError("methods", name, f"methods.{name} must be a table, not {table!r}.")
-        if "grid" in table:
-            raise _SettingError(f"methods.{name}", "grid", f"methods.{name}.grid is now methods.{name}.tune.")
         for section, inner in table.items():
             if not isinstance(inner, Mapping):
                 raise _SettingError("methods", name, f"methods.{name}.{section} must be a table, not {inner!r}.")
@@ -441,8 +468,6 @@ def _section(section: str, cls: type, table: Any) -> Any:
 def _values(section: str, table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table's settings in the types of their defaults; reject those without one."""
     for key in table:
-        if moved := _MOVED.get(f"{section}.{key}"):
-            raise _SettingError(section, key, f"{section}.{key} is now {moved}.")
         if key not in defaults:
             known = [f"{section}.{k}" for k in defaults]
             raise _SettingError(section, key, str(unknown("setting", f"{section}.{key}", known)))

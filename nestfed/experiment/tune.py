@@ -36,6 +36,7 @@ from nestfed import choice
 from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import assemble
+from nestfed.experiment.own import OwnExperiment
 from nestfed.experiment.run import TUNING_SEED, Job, resamples, run_jobs
 from nestfed.experiment.spec import Experiment
 from nestfed.files import locked, make_directory, reject_foreign, write_atomically
@@ -211,6 +212,12 @@ class _Search:
             made.append(Job(experiment, self.out / self.method / name, until, tuning=True))
         return made
 
+    def check(self) -> None:
+        """Reject trials of other objects of the user's; all trials here have passed this check, so one is enough."""
+        for trial in self.study.trials[:1]:
+            if trial.state != TrialState.RUNNING:
+                self.jobs(trial, self.plan[-1])[0].check()
+
     def running(self, step: int) -> list[FrozenTrial]:
         """Return the trials that run to a round; those beyond the grid do not pause."""
         running = self.study.get_trials(states=(TrialState.RUNNING,))
@@ -367,7 +374,10 @@ def _open(
         ),
     )
     if study.user_attrs.get("identity", identity) != identity:
-        raise NestfedError(f"{out} contains another tuning of {method}; choose another directory with --out.")
+        raise NestfedError(
+            f"{out} contains another tuning of {method}: other settings, another grid or number of trials; choose another "
+            "directory with --out."
+        )
     study.set_user_attr("identity", identity)
     for params in drawn(space, count)[len(study.trials) :]:
         study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=space))
@@ -417,7 +427,10 @@ def tune(
         if all(d.single() for d in space.values()):
             found[name] = Tuned(name, start)
         elif made.validation is None:
-            raise NestfedError(f"Tuning {name} needs validation data: set data.validation, for example 0.1.")
+            how = "pass validate=" if isinstance(experiment, OwnExperiment) else "set data.validation, for example 0.1"
+            raise NestfedError(f"Tuning {name} needs validation data: {how}.")
+        elif isinstance(experiment, OwnExperiment):
+            experiment.check_metric("validate", made.validation, made.problem)
     reject_foreign(out, "comparison or tuning", "trials.log", "*/seed-*", "*/trial-*")
     with locked(make_directory(out)):
         searches = [
@@ -425,6 +438,8 @@ def tune(
             for n in methods
             if n not in found
         ]
+        for search in searches:
+            search.check()
         workers = workers or os.cpu_count() or 1
         _search(searches, workers, tell)
         for extra in range(extend):

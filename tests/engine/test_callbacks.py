@@ -91,6 +91,23 @@ def test_an_error_of_a_callback_does_not_lose_the_run(tmp_path: Path) -> None:
     ] == [{**r, "seconds": 0} for r in run().history]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([Diary], r"contains the class Diary: pass an object, such as Diary\(\)"),
+        (["tensorboard"], "contains 'tensorboard': pass functions of a record, or Callback objects"),
+        ("tensorboard", "callbacks must be a list"),
+        (Diary(), "callbacks must be a list"),
+    ],
+)
+def test_what_is_no_callback_is_rejected_before_the_start(given: Any, sentence: str, tmp_path: Path) -> None:
+    problem = Minimize(lambda v, batch: (v**2).sum(), torch.ones(2))
+    clients = Examples.of({"a": (torch.ones(3, 2),)}, batch=2)
+    with pytest.raises(NestfedError, match=sentence):
+        simulate(problem, FedAvg(0.1), clients, rounds=1, directory=tmp_path / "run", callbacks=given)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_fails_ends_its_callbacks_with_the_error() -> None:
     diary = Diary()
     with pytest.raises(DivergedError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,21 @@ from nestfed import (
     AccFCSGM,
     Balanced,
     Classify,
+    Evaluation,
     Examples,
+    Exchange,
     Execution,
     FedAvg,
     FederatedAUC,
     Minimize,
+    Paced,
     Pairs,
+    WarmUp,
     simulate,
 )
 from nestfed.core import NestfedError, Server
 from nestfed.engine import probe
+from nestfed.problems.base import Ball, Box
 from nestfed.study.lr_find import lr_find
 
 rng = np.random.default_rng(0)
@@ -85,6 +91,139 @@ def test_a_directory_rejects_another_problem(change: dict[str, Any], sentence: s
     assert again.history[: len(first.history)] == first.history
 
 
+def zero() -> nn.Module:
+    model = linear()
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    return model
+
+
+def pull(model: Any) -> Tensor:
+    return 10 * sum((p**2).sum() for p in model.parameters())
+
+
+MANY = {f"site {n}": (X[n::8], Y[n::8]) for n in range(8)}
+LAST = {**MANY, "site 7": (X[7::8] + 5, Y[7::8])}
+
+
+def minimize(**options: Any) -> Minimize:
+    return Minimize(logistic, zero(), **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"problem": minimize(penalty=pull)}, "all gradients at a point near x0 have changed"),
+        ({"problem": minimize(domain=Ball(0.05))}, "the domain differs"),
+        ({"problem": minimize(domain=Box(-100.0, 100.0))}, "the domain differs"),
+        ({"clients": Examples.of(LAST, batch=4)}, "client site 7 draws other data"),
+        ({"clients": Paced(Examples.of(MANY, batch=4), lambda n, t, q: 1 if n == 5 else q)},
+         "client site 5 takes 1 local steps in round 1 instead of 2"),
+        ({"execution": Execution(precision="bf16")}, "execution.precision is 'bf16' instead of 'full'"),
+        ({"problem": Minimize(logistic, zero().double()),
+          "clients": Examples.of({k: (x.double(), y.double()) for k, (x, y) in MANY.items()}, batch=4)},
+         "parameters are float64 instead of float32"),
+        ({"x0": torch.full((6,), 0.1)}, "the starting point differs"),
+        ({"q": 3}, "another experiment: q is 3 instead of 2"),
+        ({"method": FedAvg(0.2)}, r"the method is FedAvg\(eta=0.2\) instead of FedAvg\(eta=0.1\)"),
+        ({"exchange": Exchange(share=0.5)}, "exchange.share is 0.5 instead of 1.0"),
+        ({"warm_up": WarmUp(1, FedAvg(0.1))}, "the warm-up is 1 rounds of FedAvg.* instead of none"),
+        ({"evaluate": lambda m: {"b": 1.0}}, "The evaluation returns b, but the record in .* has a"),
+        ({"evaluate": lambda m: {"a": 2.0 + float(m[0].bias.detach())}}, "another evaluation: after round 2 it finds a = "),
+    ],
+)  # fmt: skip
+def test_a_directory_rejects_what_shows_neither_at_x0_nor_in_a_few_clients(
+    change: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    """Nothing is trained before the error."""
+    given: dict[str, Any] = {
+        "problem": minimize(), "method": FedAvg(0.1), "clients": Examples.of(MANY, batch=4), "rounds": 2, "q": 2,
+        "evaluate": lambda m: {"a": 1.0 + float(m[0].bias.detach())}, "directory": tmp_path, "progress": False,
+    }  # fmt: skip
+    simulate(**given)
+    before = (tmp_path / "record.jsonl").read_bytes()
+    for rounds in (2, 4):
+        with pytest.raises(NestfedError, match=sentence):
+            simulate(**{**given, "rounds": rounds, **change})
+        assert (tmp_path / "record.jsonl").read_bytes() == before
+    longer = simulate(**{**given, "rounds": 4, "evaluation": Evaluation(every=2)})
+    assert torch.equal(longer.x, simulate(**{**given, "rounds": 4, "directory": None}).x)
+
+
+def test_another_warm_up_is_named(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"rounds": 4, "directory": tmp_path}
+    run(warm_up=WarmUp(2, FedAvg(0.1)), **given)
+    for warm_up, sentence in (
+        (WarmUp(1, FedAvg(0.1)), "the warm-up is 1 rounds of .* instead of 2 rounds of"),
+        (WarmUp(2, FedAvg(0.3)), r"in the warm-up, the method is FedAvg\(eta=0.3\) instead of"),
+        (None, "the warm-up is none instead of 2 rounds"),
+    ):
+        with pytest.raises(NestfedError, match=sentence):
+            run(warm_up=warm_up, **given)
+
+
+def test_a_random_evaluation_resumes(tmp_path: Path) -> None:
+    """Its values say nothing; its names do."""
+    run(directory=tmp_path, evaluate=lambda m: {"a": rng.normal()})
+    assert len(run(directory=tmp_path, rounds=4, evaluate=lambda m: {"a": rng.normal()}).history) == 5
+    with pytest.raises(NestfedError, match="returns b, but"):
+        run(directory=tmp_path, rounds=6, evaluate=lambda m: {"b": rng.normal()})
+
+
+def test_an_undefined_metric_resumes(tmp_path: Path) -> None:
+    def judge(model: Any) -> dict[str, float]:
+        return {"a": float("nan"), "b": 1.0}
+
+    run(directory=tmp_path, evaluate=judge)
+    assert len(run(directory=tmp_path, rounds=4, evaluate=judge).history) == 5
+
+
+def test_a_probe_of_an_older_version_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+    run(directory=tmp_path)
+    file = tmp_path / probe.FILE
+    held = json.loads(file.read_text())
+    old = {k: held[k] for k in ("parameters", "batches", "gradients", "nestfed")}
+    file.write_text(json.dumps(old))
+    run(directory=tmp_path, rounds=3)
+    with pytest.raises(NestfedError, match="all gradients at x0"):
+        run(directory=tmp_path, rounds=4, f=squared)
+    problem, some = Minimize(logistic, linear()), clients().seeded(0)
+    now = probe.Probe.of(problem, some, 0, problem.x0)
+    assert {k: asdict(now)[k] for k in ("parameters", "gradients")} == {
+        "parameters": {k: tuple(v) for k, v in old["parameters"].items()}, "gradients": old["gradients"],
+    }  # fmt: skip
+
+
+def test_a_point_where_the_objective_fails_is_left_out(tmp_path: Path) -> None:
+    """The probe looks at a point that no run visits; an error there is no error of the run."""
+
+    def f(model: Any, batch: Any) -> Tensor:
+        if float(model[0].weight.detach().abs().max()) > 0.9:
+            raise ValueError("too large")
+        return logistic(model, batch)
+
+    def small() -> nn.Module:
+        with torch.no_grad():
+            model = linear()
+            model[0].weight.fill_(0.6)
+        return model
+
+    for rounds in (1, 2):
+        run(f, small(), directory=tmp_path, rounds=rounds, method=FedAvg(0.001), execution=Execution(mode="loop"))
+    assert json.loads((tmp_path / probe.FILE).read_text())["moved"] == {}
+
+
+def test_drawing_stops_if_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PATIENCE", -1.0)
+    problem, some = minimize(), Examples.of(MANY, batch=4).seeded(0)
+    few = probe.Probe.of(problem, some, 0, problem.x0)
+    assert list(few.batches) == ["site 0", "site 2", "site 4", "site 6"]
+    monkeypatch.undo()
+    every = probe.Probe.of(problem, some, 0, problem.x0)
+    assert len(every.batches) == 8
+    assert few.difference(every) == every.difference(few) == ""
+
+
 def test_a_run_can_be_extended_on_any_engine(tmp_path: Path) -> None:
     whole = run(rounds=6, execution=Execution(mode="loop"))
     run(directory=tmp_path, execution=Execution(mode="vmap"))
@@ -103,10 +242,10 @@ def test_one_flipped_unit_is_not_another_problem(tmp_path: Path) -> None:
     assert "objective" in found.difference(probe.Probe(found.parameters, found.batches, every))
 
 
-def test_another_version_of_the_library_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as m:
-        m.setattr(probe.Probe.__init__, "__defaults__", ("0.1.9",))
-        run(directory=tmp_path)
+def test_another_version_of_the_library_warns(tmp_path: Path) -> None:
+    run(directory=tmp_path)
+    held = json.loads((tmp_path / probe.FILE).read_text())
+    (tmp_path / probe.FILE).write_text(json.dumps({**held, "nestfed": "0.1.9"}))
     with pytest.warns(UserWarning, match="was started with nestfed 0.1.9"):
         run(directory=tmp_path, rounds=3)
 

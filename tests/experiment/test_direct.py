@@ -13,12 +13,14 @@ from torch import nn
 from nestfed import (  # fmt: skip
     AUPRC,
     FCSGM,
+    Adam,
     Classify,
     Evaluation,
     Examples,
     Exchange,
     FedAvg,
     Metric,
+    Minimize,
     Pairs,
     compare,
     held_out,
@@ -131,6 +133,90 @@ def test_a_sweep_is_a_comparison_at_every_point(tmp_path: Path) -> None:
     assert sent[0] < sent[1]
 
 
+OTHER = Classify(nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 1), nn.Flatten(0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"grids": {"fedavg.eta": (0.01,)}}, "algorithm.eta is 0.01 instead of 0.5"),
+        ({"methods": {"fedavg": FedAvg, "fixed": FedAvg(0.2)}}, r"fixed.seed-0 .*FedAvg\(eta=0.2\)' instead of"),
+        ({"methods": {"fedavg": FedAvg, "fixed": lambda: FedAvg(0.2)}}, "fixed.seed-0 contains another experiment"),
+        ({"rounds": 5}, "run.rounds is 5 instead of 3"),
+        ({"q": 1}, "run.q is 1 instead of 2"),
+        ({"exchange": Exchange(count=2)}, "exchange.count is 2 instead of 0"),
+        ({"problem": OTHER}, "the model's parameters differ"),
+        ({"problem": Classify(nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)))}, "the starting point differs"),
+        ({"problem": Minimize(lambda m, b: m(b[0]).square().mean(), linear())}, "problem.name is 'Minimize' instead of"),
+        ({"clients": Examples.of(PARTS, batch=6)}, "client site 0 draws batches of another shape"),
+        ({"clients": Examples.of({**PARTS, "site 1": (X[:40] + 1, Y[:40])}, batch=8)}, "client site 1 draws other data"),
+        ({"evaluate": VALIDATE}, "another evaluation: after round 3 it finds"),
+        ({"evaluate": held_out(X[180:], Y[180:], log_odds=True)}, "The evaluation returns .*log_loss"),
+    ],
+)  # fmt: skip
+def test_a_finished_comparison_belongs_to_its_objects(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """Nothing is tuned, and all runs are finished: they are not those of another problem, clients or metric."""
+    given: dict[str, Any] = {
+        **COMMON, "problem": ENTROPY, "clients": EXAMPLES, "methods": {"fedavg": FedAvg, "fixed": FedAvg(0.1)},
+        "grids": {"fedavg.eta": (0.5,)}, "seeds": 2, "directory": tmp_path,
+    }  # fmt: skip
+    first = compare(**given)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(NestfedError, match=sentence):
+        compare(**{**given, **change})
+    assert compare(**given) == first
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_finished_trials_and_sweeps_belong_to_their_objects(tmp_path: Path) -> None:
+    how = {k: v for k, v in COMMON.items() if k != "evaluate"}
+    given: dict[str, Any] = {**how, "grids": {"eta": (0.1, 1.0)}, "extend": 0, "directory": tmp_path / "tuning"}
+    first = tune(ENTROPY, {"fedavg": FedAvg}, EXAMPLES, **given)
+    assert tune(ENTROPY, {"fedavg": FedAvg}, EXAMPLES, **given) == first
+    with pytest.raises(NestfedError, match="the model's parameters differ"):
+        tune(OTHER, {"fedavg": FedAvg}, EXAMPLES, **given)
+    with pytest.raises(NestfedError, match="another evaluation: after round"):
+        tune(ENTROPY, {"fedavg": FedAvg}, EXAMPLES, **{**given, "validate": EVALUATE})
+    over: dict[str, Any] = {**COMMON, "over": {"exchange.count": (2, 3)}, "seeds": 1, "directory": tmp_path / "sweep"}
+    sweep(ENTROPY, {"fedavg": FedAvg(0.5)}, EXAMPLES, **over)
+    with pytest.raises(NestfedError, match="the model's parameters differ"):
+        sweep(OTHER, {"fedavg": FedAvg(0.5)}, EXAMPLES, **over)
+
+
+def test_a_served_method_and_a_function_are_tuned() -> None:
+    """The server's step, both steps, and the arguments of a function: the best of trials by hand with `simulate`."""
+    how = {k: v for k, v in COMMON.items() if k != "evaluate"}
+    served = FedAvg(0.5).served_by(Adam(0.1))
+    steps = (0.001, 1.0)
+
+    def by_hand(method: Any) -> float:
+        return simulate(ENTROPY, method, EXAMPLES, rounds=3, q=2, seed=TUNING_SEED, evaluate=VALIDATE)["ap"]
+
+    def best(make: Any) -> float:
+        found = {step: by_hand(make(step)) for step in steps}
+        assert min(found.values()) < 0.99 * max(found.values()), "a wrong choice would show"
+        return max(found, key=found.__getitem__)
+
+    tuning = tune(ENTROPY, {"a": served}, EXAMPLES, grids={"eta_g": steps}, extend=0, **how)
+    chosen = best(lambda step: FedAvg(0.5).served_by(Adam(step)))
+    assert tuning.methods["a"] == FedAvg(0.5).served_by(Adam(chosen))
+    assert tuning.tuned["a"].ends == {"server.eta_g": "largest" if chosen == 1.0 else "smallest"}
+    both = tune(ENTROPY, {"a": served}, EXAMPLES, grids={"a.eta": steps, "a.eta_g": steps}, extend=0, **how)
+    assert len(both.tuned["a"].trials) == 4
+    made = both.methods["a"]
+    assert max(t.value or 0 for t in both.tuned["a"].trials) == pytest.approx(by_hand(made), rel=0.01)
+    function = tune(ENTROPY, {"a": lambda eta: FedAvg(eta).served_by(Adam(0.1))}, EXAMPLES, grids={"eta": steps}, extend=0, **how)  # fmt: skip
+    assert function.methods["a"] == FedAvg(best(lambda step: FedAvg(step).served_by(Adam(0.1)))).served_by(Adam(0.1))
+    assert set(function.tuned["a"].ends) == {"algorithm.eta"}
+
+
+def test_a_metric_that_validate_lacks_is_named_before_any_trial(tmp_path: Path) -> None:
+    how = {**COMMON, "validate": lambda model: {"error": 1.0}}
+    with pytest.raises(NestfedError, match="The metric is 'ap', but validate returns error"):
+        compare(ENTROPY, {"fedavg": FedAvg}, EXAMPLES, grids={"eta": (0.1, 1.0)}, directory=tmp_path / "c", **how)
+    assert not list(tmp_path.rglob("trial-*"))
+
+
 def test_options_are_those_of_simulate() -> None:
     options: Any = {"exchange": Exchange(count=2), "evaluation": Evaluation(every=2, keep="best")}
     table = compare(ENTROPY, {"fedavg": FedAvg(0.5)}, EXAMPLES, seeds=1, **COMMON, **options)
@@ -142,12 +228,13 @@ def test_options_are_those_of_simulate() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"grids": {"etta": (1.0,)}}, "no hyper-parameter 'etta'; did you mean eta"),
+        ({"grids": {"etta": (1.0,)}}, "^There is no hyper-parameter 'etta'; did you mean eta"),
         ({"grids": {"fedavgg.eta": (1.0,)}}, "no method 'fedavgg'"),
         ({"grids": {"eta": 1.0}}, r"grids\['eta'\] must be a list"),
         ({"grids": {"eta": (lambda t: 1.0,)}}, "must be numbers or text"),
         ({"grids": {}}, "cannot be built: .*eta"),
-        ({"grids": {"eta": (0.1, 1.0)}, "validate": None}, "needs validation data"),
+        ({"grids": {"eta": (0.1, 1.0)}, "validate": None}, "needs validation data: pass validate="),
+        ({"methods": {"fedavg": lambda eta: eta}}, "'fedavg' must return an object such as FedAvg"),
         ({"metric": "speed"}, "no metric 'speed'"),
         ({"evaluate": lambda model: 1.0}, "evaluate must return named numbers"),
         ({"methods": {"fedavg": "fedavg"}, "grids": {"eta": (1.0,)}}, "A method must be a class"),
@@ -161,6 +248,6 @@ def test_mistakes_are_one_sentence(change: dict[str, Any], sentence: str) -> Non
 
 
 def test_mistakes_of_a_sweep_are_one_sentence() -> None:
-    for over, sentence in (({"quu": (1, 2)}, "no setting 'quu'"), ({"clients": (1, 2)}, "mapping from a label"), ({"q": 3}, "must be a list")):  # fmt: skip
+    for over, sentence in (({"quu": (1, 2)}, "no setting 'quu'"), ({"clients": (1, 2)}, "mapping from a label"), ({"q": 3}, "must be a list"), ({"eta": (0.1, 1.0)}, "'eta', which is a hyper-parameter of fedavg")):  # fmt: skip
         with pytest.raises(NestfedError, match=sentence):
             sweep(ENTROPY, {"fedavg": FedAvg(0.5)}, EXAMPLES, over=over, seeds=1, **COMMON)

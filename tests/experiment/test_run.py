@@ -69,6 +69,24 @@ def test_jobs_in_parallel_processes(tmp_path: Path) -> None:
     assert found[1] == found[2]
 
 
+def test_a_finished_comparison_belongs_to_its_settings(tmp_path: Path) -> None:
+    """It is not the result of other settings, also if nothing is tuned; the same settings run nothing again."""
+    tables = {**ALONE, "run": {"rounds": 2, "q": 2}, "methods": {"fedavg": {"algorithm": {"eta": 0.1}}}}
+    experiment = from_tables(tables)
+    metric, first = compare(experiment, ["fedavg"], 1, tmp_path, workers=1)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    for change, sentence in (
+        ({"run.rounds": 4}, "run.rounds is 4 instead of 2"),
+        ({"run.q": 1}, "run.q is 1 instead of 2"),
+        ({"partition.clients": 4}, "partition.clients is 4 instead of 3"),
+        ({"problem.batch": 4}, "problem.batch is 4 instead of 8"),
+    ):
+        with pytest.raises(NestfedError, match=rf"seed-0 contains another experiment: {sentence}"):
+            compare(experiment.with_overrides(change), ["fedavg"], 1, tmp_path, workers=1)
+    assert compare(experiment, ["fedavg"], 1, tmp_path, workers=1) == (metric, first)
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
 def test_a_missing_method_is_named_even_if_the_directory_is_taken(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("of a comparison")
     with pytest.raises(NestfedError, match=r"no algorithm: set algorithm\.name"):

@@ -44,6 +44,17 @@ def test_a_setting_that_moved_names_its_new_place(setting: str, place: str, tmp_
         read(path)
 
 
+def test_all_settings_that_moved_are_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "old.toml"
+    grid = '[methods.fedavg]\ngrid = { "algorithm.eta" = [0.1] }\n'
+    path.write_text("[run]\nrounds = 3\n" + "\n".join(MOVED) + f"\n{grid}")
+    with pytest.raises(NestfedError, match=r"old\.toml, line 3: ") as caught:
+        read(path)
+    for setting, place in MOVED.items():
+        assert f"run.{setting.split(' ')[0]} is now {place}" in str(caught.value)
+    assert str(caught.value).endswith("methods.fedavg.grid is now methods.fedavg.tune.")
+
+
 def test_a_setting_that_moved_is_named_for_a_method_too() -> None:
     experiment = from_tables({"methods": {"fedavg": {"run": {"every": 5}}}})
     with pytest.raises(NestfedError, match=r"run\.every is now evaluation\.every"):

@@ -144,6 +144,12 @@ def test_lr_find_draws_a_picture(files: list[Path], tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "best lr = " in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+    for directory in (tmp_path / "new", tmp_path):  # as for other commands
+        picture.unlink(missing_ok=True)
+        options[-1] = str(directory)
+        result = CliRunner().invoke(app, ["lr-find", *map(str, files), *options], catch_exceptions=False)
+        assert str(directory / "lr.png") in result.output
+        assert (directory / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert StepSearch("auroc", (0.1, 1.0, 10.0), (0.7, 0.9, float("nan"))).best == 1.0
     with pytest.raises(NestfedError, match="every step size"):
         _ = StepSearch("auroc", (0.1,), (float("nan"),)).best

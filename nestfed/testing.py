@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -48,7 +47,7 @@ from nestfed.core import (
     Tracked,
     as_clients,
 )
-from nestfed.data.random import Purpose, Streams
+from nestfed.data.random import Purpose, Streams, global_states
 from nestfed.engine.options import Exchange, Execution
 from nestfed.engine.program import Span, batch_keys, span_from
 from nestfed.engine.round import RunState
@@ -108,10 +107,10 @@ def _copied(tree: Any) -> Any:
 
 @contextmanager
 def _no_global_randomness(what: str) -> Iterator[None]:
-    """Require that the global generators of torch and numpy are not used."""
-    before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
+    """Require that the global generators of torch, numpy and `random` are not used."""
+    before, others = torch.get_rng_state(), global_states()
     yield
-    untouched = torch.equal(before, torch.get_rng_state()) and bool((numbers == np.random.get_state()[1]).all())  # type: ignore[index]
+    untouched = torch.equal(before, torch.get_rng_state()) and others == global_states()
     _require(untouched, f"{what} draws from a global generator, so its numbers depend on other code.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,10 +25,12 @@ from nestfed import (
     AccFCSGM,
     Balanced,
     Classify,
+    Conditional,
     Examples,
     Execution,
     FedAvg,
     FederatedAUC,
+    Minimax,
     Minimize,
     Pairs,
     simulate,
@@ -239,6 +242,24 @@ def test_the_global_generator_is_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("name", ["numpy", "random"])
+@pytest.mark.parametrize("where", ["module", "f", "penalty"])
+def test_numbers_that_no_key_seeds_are_rejected(name: str, where: str) -> None:
+    draw = {"numpy": lambda: float(np.random.rand()), "random": random.random}[name]
+
+    class Shaken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).flatten() * (draw() if where == "module" else 1.0)
+
+    def f(model: Any, batch: Any) -> Tensor:
+        return logistic(model, batch) * (draw() if where == "f" else 1.0)
+
+    penalty = (lambda model: model.weight.square().sum() * draw()) if where == "penalty" else None
+    for _ in range(3):  # a generator changes more of its state at some draws than at others
+        with pytest.raises(NestfedError, match=f"draws from the global generator of {name}, which does not depend on"):
+            simulate(Minimize(f, Shaken(5, 1), penalty=penalty), FedAvg(0.1), clients(), rounds=1)
+
+
 # --- A model that does not learn
 
 
@@ -258,6 +279,31 @@ OUTER = linear()
 def test_a_model_that_does_not_learn_is_rejected(f: Any, mode: str) -> None:
     with pytest.raises(NestfedError, match="does not depend on the model's parameters, so nothing would be trained"):
         run(f, execution=Execution(mode=mode))
+
+
+@pytest.mark.parametrize("kind", ["minimize", "conditional", "minimax"])
+def test_a_model_that_only_its_penalty_trains_is_rejected(kind: str) -> None:
+    def penalty(model: Any) -> Tensor:
+        return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+    def problem(judged: Any) -> Any:
+        if kind == "minimize":
+            return Minimize(lambda m, b: logistic(judged or m, b), linear(), penalty=penalty)
+        if kind == "conditional":
+            g = lambda m, outer, inner: (judged or m)(inner[0].flatten(0, 1)).view(*inner[0].shape[:2])  # noqa: E731
+            return Conditional(lambda u, outer: u, g, linear(), penalty=penalty)
+        return Minimax(lambda m, w, b: w.sum() * logistic(judged or m, b), linear(), torch.ones(1), penalty=penalty)
+
+    some = Pairs.of({"a": (X, Y)}) if kind == "conditional" else clients()
+    with pytest.raises(NestfedError, match="nothing would be trained"):
+        probe.inspect(problem(OUTER), some, 0, [0])
+    probe.inspect(right := problem(None), some, 0, [0])
+    batch = probe.first_batch(right, some, 0, 0)  # in a gradient the penalty counts
+    grad = right.grads(right.x0, right.w0, batch)[0] if kind == "minimax" else right.grad(right.x0, batch)
+    alone = copy.copy(right)
+    alone.penalty = None
+    plain = alone.grads(alone.x0, alone.w0, batch)[0] if kind == "minimax" else alone.grad(alone.x0, batch)
+    torch.testing.assert_close(grad - plain, 2 * right.x0)
 
 
 def test_a_gradient_of_zero_is_not_rejected() -> None:

@@ -357,7 +357,10 @@ def _judge(
                     "evaluate", evaluate(rules.problem.bind(_solution(rules.method, state, private)))
                 )
         if measure is not None:
-            found |= named_numbers("measure", measure(state.shared, private))
+            measures = named_numbers("measure", measure(state.shared, private))
+            if both := sorted(found.keys() & measures.keys()):
+                raise NestfedError(f"evaluate and measure both return {both[0]!r}: rename one of them.")
+            found |= measures
         return found
 
     return judge

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -536,6 +537,29 @@ class Undeclared(FedAvg):
     shared = ("x", "z")
 
 
+@dataclass(frozen=True)
+class Short(FedAvg):
+    """Sends half of its point."""
+
+    name = "short"
+
+    def send(self, s: Any, t: int) -> Any:
+        return s._replace(x=s.x[:2])
+
+
+class Arrays(Worded):
+    """Clients whose batches are arrays of numpy."""
+
+    def sample(self, n: int, t: int) -> Any:
+        return X[:4].numpy(), Y[:4].numpy()
+
+
+def returning(hook: str, value: Any) -> FedAvg:
+    """Return FedAvg with a hook that returns something else."""
+    kind = type("Wrong", (FedAvg,), {"name": "wrong", hook: lambda self, *arguments: value})
+    return dataclass(frozen=True)(kind)(0.1)
+
+
 def nan(model: Any, batch: Any) -> Tensor:
     return logistic(model, batch) * torch.log(torch.zeros(()))
 
@@ -571,6 +595,32 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a column": (lambda: run(evaluate=lambda m: {"loss": 1.0}), "'loss', which is a column of the record"),
     "a server": (lambda: run(method=Renamed(0.1)), "The server of renamed returns the fields y, but it shares x"),
     "a field": (lambda: run(method=Undeclared(0.1)), "undeclared declares the field 'z', but its state has x"),
+    "short": (
+        lambda: run(method=Short(0.1)),
+        r"^short sends x with shape \(2,\), but its shared field x has shape \(6,\)",
+    ),
+    "step": (
+        lambda: run(method=returning("step", torch.zeros(6))),
+        r"^The step of wrong must return its state, a \w+, but it returns a Tensor\.",
+    ),
+    "send": (
+        lambda: run(method=returning("send", {"x": torch.zeros(6)})),
+        r"^The send of wrong must return its state, a \w+, but it returns a dict\.",
+    ),
+    "receive": (lambda: run(method=returning("receive", None)), r"^The receive of wrong .* it returns a NoneType\."),
+    "f's float": (lambda: run(lambda m, b: 1.0), r"^f must return one number as a tensor, not a float\."),
+    "the same metric": (
+        lambda: run(evaluate=lambda m: {"a": 1.0}, measure=lambda s, p: {"a": 2.0}),
+        r"^evaluate and measure both return 'a': rename one of them\.",
+    ),
+    "arrays": (
+        lambda: run(some=Arrays()),
+        "^The batch of client 0 contains an object of type ndarray: sample must return tensors",
+    ),
+    "float64": (
+        lambda: run(some=clients(X.double())),
+        r"^The batch of client site 0 has torch.float64, but the model's parameters are torch.float32: convert the data",
+    ),
     "NaN": (
         lambda: run(nan),
         "The loss is infinite, NaN or too large at client site 0, iteration 0 .* in f or the model",
@@ -594,3 +644,5 @@ def test_numpy_arrays_are_accepted() -> None:
     parts = [np.arange(n, 60, 3) for n in range(3)]
     arrays = Examples((X.numpy(), Y.numpy()), parts, batch=6)  # type: ignore[arg-type]
     assert torch.equal(run(some=arrays).x, run(some=Examples((X, Y), parts, batch=6)).x)
+    table = Examples.of({"a": (pd.DataFrame(X.numpy()), pd.Series(Y.numpy(), index=range(100, 160)))}, batch=6)
+    assert torch.equal(run(some=table).x, run(some=Examples.of({"a": (X, Y)}, batch=6)).x)

@@ -125,7 +125,8 @@ class Program:
         batch = Batch(data, *who, tape=tape, eager=self.eager, precision=self.precision, pieces=self.pieces)
         new = self.returned("step", self.method.step(self.problem, s, batch, t))
         if not tape.evaluations:  # the problem does not count evaluations
-            tape.note(leading(data))
+            for _ in range(1 if self.method.restarts(t) else self.method.evaluations):
+                tape.note(leading(data))
         if active is not None:
             _same_shapes(self.method, s, new)
             new = type(s)(*(torch.where(active, after, before) for after, before in zip(new, s)))

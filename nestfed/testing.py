@@ -551,7 +551,9 @@ def _check_facts(trial: Trial, state: Any) -> None:
         said = method.sizes.get(k, "the model's size")
         right = known[said]() if said in known else problem.x0.numel()
         found = getattr(state, k).numel()
-        _require(found == right, f"{name}: the shared field {k} has {found} numbers, but by {name}.sizes {right} ({said}).")
+        _require(
+            found == right, f"{name}: the shared field {k} has {found} numbers, but by {name}.sizes {right} ({said})."
+        )
 
 
 def check_purity(trial: Trial) -> None:

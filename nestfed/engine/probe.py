@@ -85,7 +85,9 @@ def first_batch(problem: Problem, clients: Clients, seed: int, n: int) -> Batch:
         data = clients.sample(n, 0)
     for leaf in tree_leaves(data):
         if not isinstance(leaf, Tensor):
-            what = f"{leaf!r:.60}" if isinstance(leaf, str | int | float) else f"an object of type {type(leaf).__name__}"
+            what = (
+                f"{leaf!r:.60}" if isinstance(leaf, str | int | float) else f"an object of type {type(leaf).__name__}"
+            )
             raise NestfedError(
                 f"The batch of client {clients.label(n)} contains {what}: sample must return tensors, or tuples, lists "
                 "and dictionaries of tensors."

@@ -142,8 +142,7 @@ def simulate(
     facts = settings_of(method, rounds=rounds, q=q, seed=seed, clients=len(clients))
     calls = Callbacks(callbacks if group.leads else (), method.name, facts)
     with locked(path) if path is not None and group.leads else nullcontext(), calls:
-        if statement and path is not None and group.leads:
-            write_atomically(path / "privacy.txt", f"{statement}\n".encode())
+        _keep_statement(statement, path, group)
         done: _Done | None = None
         identity = own.identity() + (f" after {before} rounds of {first.identity()}" if warm is not None else "")
         probed = own.probed(start)
@@ -276,6 +275,12 @@ class _Part:
         return make_federation(
             self.rules, self.clients, self.seed, template, state, self.execution, self.vectorised, self.path, self.group
         )
+
+
+def _keep_statement(statement: str, path: Path | None, group: Group) -> None:
+    """Write what the run says about privacy into its directory."""
+    if statement and path is not None and group.leads:
+        write_atomically(path / "privacy.txt", f"{statement}\n".encode())
 
 
 def _warm_part(warm: WarmUp, own: _Part) -> _Part:

@@ -29,24 +29,13 @@ class Flat:
     def __init__(self, model: nn.Module | Tensor, buffers: bool = False) -> None:
         self.source = model
         if isinstance(model, Tensor):
-            if model.dim() != 1 or not model.is_floating_point():
-                raise NestfedError(
-                    f"The model must be an nn.Module or a vector of floats, not {model.dtype} {tuple(model.shape)}."
-                )
-            self.x0 = model.detach().clone()
+            self.x0 = _vector(model)
             self.b0 = self.x0.new_zeros(0)
             self.random = self.planar = self.heavy = False
             return
         if not buffers:
             _reject_running_statistics(model)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not named:
-            kind = type(model).__name__
-            frozen = "; all are frozen (requires_grad=False)" if any(True for _ in model.parameters()) else ""
-            raise NestfedError(f"{kind} has no parameters to train{frozen}.")
-        dtypes = {p.dtype for p in named.values()}
-        if len(dtypes) > 1:
-            raise NestfedError(f"All parameters must have one dtype, but {type(model).__name__} has {dtypes}.")
+        named = _named(model)
         self.names = list(named)
         self.shapes = [p.shape for p in named.values()]
         self.sizes = [p.numel() for p in named.values()]
@@ -182,6 +171,28 @@ class Flat:
 
     def _values(self, x: Tensor) -> list[Tensor]:
         return [p.view(shape) for p, shape in zip(torch.split(x, self.sizes), self.shapes)]
+
+
+def _vector(model: Tensor) -> Tensor:
+    """Return a copy of a model that is a plain vector."""
+    if model.dim() != 1 or not model.is_floating_point():
+        raise NestfedError(
+            f"The model must be an nn.Module or a vector of floats, not {model.dtype} {tuple(model.shape)}."
+        )
+    return model.detach().clone()
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen by name; reject a model without any, or with several dtypes."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        kind = type(model).__name__
+        frozen = "; all are frozen (requires_grad=False)" if any(True for _ in model.parameters()) else ""
+        raise NestfedError(f"{kind} has no parameters to train{frozen}.")
+    dtypes = {p.dtype for p in named.values()}
+    if len(dtypes) > 1:
+        raise NestfedError(f"All parameters must have one dtype, but {type(model).__name__} has {dtypes}.")
+    return named
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

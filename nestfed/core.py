@@ -395,7 +395,7 @@ class Batch:
         """Count one evaluation on this many examples, and record the loss if it is known.
 
         If a problem notes nothing in a step, the engine counts the batch's leading size
-        (`nestfed.problems.base.leading`) and records no loss.
+        (`nestfed.problems.base.leading`) for each of the method's `evaluations`, and records no loss.
         """
         self.tape.note(examples, loss)
 
@@ -866,7 +866,7 @@ class Algorithm(ABC, Generic[P, S]):
     sizes: ClassVar[Mapping[str, str]] = {}
     """The shared fields that do not have the model's size: "dual" (the size of w), "inner value" or "one number"."""
     evaluations: ClassVar[int] = 1
-    """The number of points at which a step evaluates its batch."""
+    """The number of points at which a step evaluates its batch; a step that restarts an estimate has one."""
 
     @classmethod
     def usual(cls, lr: Schedule | None, *, rounds: int, q: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ clients are tested with the same functions.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -26,12 +27,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nestfed.algorithms.buffered import with_buffers
+from nestfed.algorithms.buffered import BUFFERS, with_buffers
 from nestfed.core import (
     Algorithm,
     Batch,
@@ -49,7 +49,8 @@ from nestfed.core import (
     Tracked,
     as_clients,
 )
-from nestfed.data.random import Purpose, Streams
+from nestfed.data.random import Purpose, Streams, global_states
+from nestfed.engine.intercept import intercepted
 from nestfed.engine.options import Exchange, Execution
 from nestfed.engine.program import Span, batch_keys, span_from
 from nestfed.engine.round import RunState
@@ -109,10 +110,10 @@ def _copied(tree: Any) -> Any:
 
 @contextmanager
 def _no_global_randomness(what: str) -> Iterator[None]:
-    """Require that the global generators of torch and numpy are not used."""
-    before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
+    """Require that the global generators of torch, numpy and `random` are not used."""
+    before, others = torch.get_rng_state(), global_states()
     yield
-    untouched = torch.equal(before, torch.get_rng_state()) and bool((numbers == np.random.get_state()[1]).all())  # type: ignore[index]
+    untouched = torch.equal(before, torch.get_rng_state()) and others == global_states()
     _require(untouched, f"{what} draws from a global generator, so its numbers depend on other code.")
 
 
@@ -130,7 +131,7 @@ def _pure(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_clients(clients: Any, *, seed: int = 0) -> None:
-    """Check clients: length, determinism, `draw` against `sample`, `seeded`, `to`, `label` and `examples`."""
+    """Check clients: length, determinism, `draw` against `sample`, `seeded`, `to`, `label`, `examples` and `steps`."""
     there = as_clients(clients)
     kind = type(clients).__name__
     _require(len(there) >= 1, f"{kind} has no clients: len() is {len(there)}.")
@@ -156,6 +157,10 @@ def check_clients(clients: Any, *, seed: int = 0) -> None:
         _require(isinstance(run.label(n), str), f"{kind}.label({n}) is not a str.")
         count = run.examples(n)
         _require(isinstance(count, int) and count >= 0, f"{kind}.examples({n}) is {count!r}, not a count.")
+        for t, q in itertools.product((0, 5, 10), (1, 5)):
+            taken = run.steps(n, t, q)
+            sentence = f"{kind}.steps({n}, {t}, {q}) is {taken!r}, not a whole number from 1 to {q}."
+            _require(isinstance(taken, int) and 1 <= taken <= q, sentence)
     groups = [ns, ns[::-1]] if run.alike else []
     for who in ([n] for n in ns):
         groups.append(who)
@@ -501,9 +506,9 @@ def check_declaration(trial: Trial) -> None:
         except dataclasses.FrozenInstanceError:
             continue
         raise AssertionError(f"{name}.{field.name} can be assigned: declare @dataclass(frozen=True).")
-    copy = replace(method)  # type: ignore[type-var]
-    _require(copy == method, f"{name}: instances with the same hyper-parameters must be equal.")
-    _require(hash(copy) == hash(method), f"{name}: instances with the same hyper-parameters must have the same hash.")
+    twin = replace(method)  # type: ignore[type-var]
+    _require(twin == method, f"{name}: instances with the same hyper-parameters must be equal.")
+    _require(hash(twin) == hash(method), f"{name}: instances with the same hyper-parameters must have the same hash.")
     _require(isinstance(trial.problem, method.accepts), f"{name} does not accept a {type(trial.problem).__name__}.")
     state = method.init(trial.problem, trial.problem.x0)
     fields: tuple[str, ...] = state._fields
@@ -521,11 +526,41 @@ def check_declaration(trial: Trial) -> None:
     _require(not wrong, f"{name}.points names {wrong}, which are not shared fields.")
     for k in fields:
         _require(isinstance(getattr(state, k), Tensor), f"{name}: the field {k} of the state must be a tensor.")
+    _check_facts(trial, state)
+
+
+def _check_facts(trial: Trial, state: Any) -> None:
+    """The step sizes are hyper-parameters, and shared fields have the sizes that the method declares."""
+    method, problem, name = trial.method, trial.problem, trial.name
+    inner = method
+    while isinstance(getattr(inner, "method", None), Algorithm):  # such as Served
+        inner = inner.method  # type: ignore[attr-defined]
+    hyper = [field.name for field in dataclasses.fields(inner)]  # type: ignore[arg-type]
+    for step in method.steps:
+        _require(step in hyper, f"{name}.steps names {step!r}, but its hyper-parameters are {', '.join(hyper)}.")
+    known: dict[str, Callable[[], int]] = {
+        "dual": lambda: problem.w0.numel(),
+        "inner value": lambda: problem.inner_dim,
+        "one number": lambda: 1,
+    }
+    for k, size in method.sizes.items():
+        _require(k in method.shared, f"{name}.sizes names {k!r}, which is not a shared field.")
+        _require(size in known, f"{name}.sizes[{k!r}] is {size!r}, but must be one of {', '.join(known)}.")
+    for k in method.shared:
+        if k == BUFFERS:
+            continue
+        said = method.sizes.get(k, "the model's size")
+        right = known[said]() if said in known else problem.x0.numel()
+        found = getattr(state, k).numel()
+        _require(
+            found == right, f"{name}: the shared field {k} has {found} numbers, but by {name}.sizes {right} ({said})."
+        )
 
 
 def check_purity(trial: Trial) -> None:
     """Inputs stay unchanged, the same inputs give the same outputs, and no global generator is used."""
     method, problem, name = trial.method, trial.problem, trial.name
+    kept = (*method.shared, *method.private, *method.gathered)
     with _no_global_randomness(name), torch.no_grad():
         for eager in (True, False):
             state = _pure(f"{name}.init", lambda x: method.init(problem, x), problem.x0.clone())
@@ -542,8 +577,9 @@ def check_purity(trial: Trial) -> None:
                         return method.step(problem, s, replace(batch, data=data, tape=Tape()), i)
 
                     state = _pure(f"{name}.step", step, state, batch.data, i)
+                    _keep_dtype(trial, {k: getattr(state, k) for k in kept})
                 state, t = _pure(f"{name}.send", method.send, state, span.stop), span.stop
-                _keep_dtype(trial, {k: getattr(state, k) for k in (*method.shared, *method.private, *method.gathered)})
+                _keep_dtype(trial, {k: getattr(state, k) for k in kept})
                 tables = _gathered(trial, tables, dict.fromkeys(range(len(trial.clients)), state))
             old = {k: getattr(state, k) for k in method.shared}
             mean = {k: v + 0.1 for k, v in old.items()}
@@ -576,6 +612,69 @@ def _client_round(trial: Trial, state: Any, n: int, t: int) -> Any:
         for i in range(t, t + trial.steps(n, span)):
             state = trial.method.step(trial.problem, state, trial.batch(n, i, span), i)
         return trial.method.send(state, span.stop)
+
+
+def _walk(trial: Trial, problem: Any, rounds: int = 2) -> Iterator[tuple[int, Any]]:
+    """Take the steps of client 0's first rounds; yield every iteration and the state after it."""
+    method, t = trial.method, 0
+    with torch.no_grad():
+        state = method.init(problem, problem.x0)
+        state = state._replace(**RunState.start(method, state, len(trial.clients)).tables)
+        for _ in range(rounds):
+            span = trial.span(t)
+            state = method.receive(state, t)
+            for i in range(*span):
+                state = method.step(problem, state, trial.batch(0, i, span), i)
+                yield i, state
+            state, t = method.send(state, span.stop), span.stop
+
+
+def check_evaluations(trial: Trial) -> None:
+    """A step evaluates its batch at as many points as `evaluations` says, and at one if it restarts an estimate."""
+    method, points = trial.method, 0
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            nonlocal points
+            points += name != "outer_grad"  # the other half of `inner`
+            return function(*args, **named)
+
+        return call
+
+    before = 0
+    for t, _ in _walk(trial, intercepted(trial.problem, counted)):
+        declared = 1 if method.restarts(t, trial.q) else method.evaluations
+        of = "a step that restarts an estimate has one point" if method.restarts(t, trial.q) else "evaluations"
+        found, before = points - before, points
+        if points:  # else it is a kind of problem of its own
+            _require(
+                found == declared,
+                f"{trial.name}.step evaluates its batch at {found} points in iteration {t}, but it declares {declared} "
+                f"({of}).",
+            )
+
+
+def check_domain(trial: Trial) -> None:
+    """A step ends inside the problem's domain; if all points are feasible, inside half of the way that the method goes."""
+    method, problem = trial.method, trial.problem
+    x0 = problem.x0
+    players: dict[str, tuple[str, Tensor]] = {method.point: ("project", x0)}
+    if isinstance(problem, Saddle) and "w" in method.shared:
+        players["w"] = ("project_dual", problem.w0)
+    way = {
+        k: max(float((getattr(s, k) - start).abs().max()) for _, s in _walk(trial, problem))
+        for k, (_, start) in players.items()
+    }
+    twin = copy.copy(problem)
+    for k, (name, start) in players.items():
+        near = start - way[k] / 2, start + way[k] / 2
+        if all(torch.equal(getattr(problem, name)(start + far), start + far) for far in (-3, 3)):
+            object.__setattr__(twin, name, lambda x, near=near: torch.clamp(x, *near))
+    for t, state in _walk(trial, twin):
+        for k, (name, _) in players.items():
+            point = getattr(state, k)
+            inside = getattr(twin, name)(point)
+            _close(point, inside, f"{trial.name}.step leaves the domain at iteration {t}: {k} needs problem.{name}")
 
 
 def check_scratch(trial: Trial) -> None:
@@ -800,6 +899,8 @@ ALGORITHM_CHECKS: dict[str, Callable[[Trial], None]] = {
     "declaration": check_declaration,
     "purity": check_purity,
     "dtype": check_dtype,
+    "evaluations": check_evaluations,
+    "domain": check_domain,
     "scratch": check_scratch,
     "modes": check_modes,
     "resume": check_resume,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -171,9 +171,17 @@ class Uneven(Clients):
         return torch.zeros(n + 1)
 
 
+class Idle(Rows, Clients):
+    """Clients that take no step in some rounds."""
+
+    def steps(self, n: int, t: int, q: int) -> int:
+        return q if t < 10 else 0
+
+
 @pytest.mark.parametrize(
     ("clients", "sentence"),
     [
+        (Idle(1), r"Idle.steps\(0, 10, 1\) is 0, not a whole number from 1 to 1"),
         (Order(1), r"Order\.sample\(\d, \d\) returns a different batch"),
         (Global(1), "Global.sample draws from a global generator"),
         (Numpy(1), "Numpy.sample returns a ndarray instead of a tensor"),
@@ -410,6 +418,64 @@ class Twofold(HeavyBall):
         return after if batch.eager else after._replace(x=after.x + 0.1)
 
 
+class Casts(HeavyBall):
+    """HeavyBall whose step computes in another dtype."""
+
+    def step(self, problem: Differentiable, s: Rolling, batch: Batch, t: int) -> Rolling:
+        after = super().step(problem, s, batch, t)
+        return after._replace(x=after.x.float())
+
+
+class Strays(HeavyBall):
+    """HeavyBall that ignores the domain."""
+
+    def step(self, problem: Differentiable, s: Rolling, batch: Batch, t: int) -> Rolling:
+        v = self.mu * s.v + problem.grad(s.x, batch)
+        return Rolling(s.x - self.eta * v, v)
+
+
+class Doubles(HeavyBall):
+    """HeavyBall that evaluates every batch twice."""
+
+    def step(self, problem: Differentiable, s: Rolling, batch: Batch, t: int) -> Rolling:
+        problem.grad(s.x, batch)
+        return super().step(problem, s, batch, t)
+
+
+class Promises(HeavyBall):
+    """HeavyBall that declares more evaluations than it needs."""
+
+    evaluations = 2
+
+
+class Stepless(HeavyBall):
+    """HeavyBall that has no step size of the name that it declares."""
+
+    steps = ("alpha",)
+
+
+class Small(HeavyBall):
+    """HeavyBall that shares a field of an undeclared size."""
+
+    shared = ("x", "v")
+    private = ()
+
+    def init(self, problem: Differentiable, x0: Tensor) -> Rolling:
+        return Rolling(x0, x0[:1])
+
+
+class Oversized(Small):
+    """The same, declared by a word that says nothing."""
+
+    sizes: ClassVar[Mapping[str, str]] = {"v": "1"}
+
+
+class Misplaced(HeavyBall):
+    """HeavyBall that declares the size of a field that it does not share."""
+
+    sizes: ClassVar[Mapping[str, str]] = {"v": "one number"}
+
+
 @dataclass(frozen=True)
 class Adds(Average):
     """A server that sends a field more than the clients share."""
@@ -436,6 +502,14 @@ class Served(HeavyBall):
         (Writes, "Writes.step changes its arguments in place"),
         (Draws, "Draws draws from a global generator"),
         (Widens, "Widens: x becomes torch.float32, but x0 is torch.float64"),
+        (Casts, "Casts: x becomes torch.float32, but x0 is torch.float64"),
+        (Strays, r"Strays.step leaves the domain at iteration \d: x needs problem.project"),
+        (Doubles, r"Doubles.step evaluates its batch at 2 points in iteration 0, but it declares 1"),
+        (Promises, r"Promises.step evaluates its batch at 1 points in iteration 1, but it declares 2"),
+        (Stepless, r"Stepless.steps names 'alpha', but its hyper-parameters are eta, mu"),
+        (Small, r"Small: the shared field v has 1 numbers, but by Small.sizes 3 \(the model's size\)"),
+        (Oversized, r"Oversized.sizes\['v'\] is '1', but must be one of dual, inner value, one number"),
+        (Misplaced, r"Misplaced.sizes names 'v', which is not a shared field"),
         (Stands, "Stands does not leave"),
         (Twofold, "Twofold vectorised and in a loop"),
         (Served, "Adds.update must return all shared fields and no others"),

@@ -38,7 +38,8 @@ class Alone(Algorithm[Any, Any]):
             )
         if not self.method.talks:
             raise NestfedError(f"{self.method.name} trains every client alone already.")
-        object.__setattr__(self, "accepts", self.method.accepts)
+        for fact in ("accepts", "steps", "evaluations"):
+            object.__setattr__(self, fact, getattr(self.method, fact))
         object.__setattr__(self, "private", (*self.method.shared, *self.method.private))
 
     def own_points(self, problem: Any, shared: Fields, private: Fields) -> Tensor:

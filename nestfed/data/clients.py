@@ -53,9 +53,9 @@ def mean_rate(y: Tensor, parts: Sequence[np.ndarray]) -> float:
 
 
 def as_tensor(array: Any) -> Tensor:
-    """Return an array of numbers as a tensor."""
+    """Return an array of numbers, or a table or column of pandas, as a tensor."""
     try:
-        return torch.as_tensor(array)
+        return torch.as_tensor(array.to_numpy(copy=True) if hasattr(array, "to_numpy") else array)
     except (TypeError, ValueError, RuntimeError) as error:
         raise NestfedError(
             f"Clients hold arrays of numbers, but got {type(array).__name__}: {str(error).splitlines()[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
@@ -77,6 +78,12 @@ class Streams:
 
     def __setstate__(self, seed: int) -> None:
         self.__init__(seed)  # type: ignore[misc]
+
+
+def global_states() -> dict[str, object]:
+    """Return the states of the global generators of numpy and `random`, to find out whether something draws from them."""
+    _, words, *rest = np.random.get_state()
+    return {"numpy": (np.asarray(words).tobytes(), *rest), "random": random.getstate()}
 
 
 def _product(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -130,7 +130,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Execution:
-    """The [execution] table: how to run clients. Results change by rounding only, except with `precision`."""
+    """The [execution] table: how to run clients. Results change by rounding only, except with `precision`.
+
+    If the model draws random numbers, `accumulate` changes results too.
+    """
 
     mode: str = "auto"
     """vmap (clients in one vectorised call, in chunks), loop (one after another), or auto (vmap for small dense models)."""
@@ -143,7 +146,7 @@ class Execution:
     precision: str = "full"
     """full, or bf16: compute matrix products and convolutions in 16 bits; state keeps its own type."""
     accumulate: int = 1
-    """Evaluate each batch in this many pieces, to save memory."""
+    """Evaluate each batch in this many pieces, to save memory; every piece has its own dropout masks."""
     memory_gb: float = 0.0
     """Keep clients' private fields on disk beyond this size; 0 = half of the machine's memory."""
     checkpoint_every: int = 10

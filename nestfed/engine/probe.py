@@ -59,12 +59,29 @@ def inspect(problem: Problem, clients: Clients, seed: int, among: Sequence[int])
     for n in among:
         batch = first_batch(problem, clients, seed, n)
         with blamed(clients.label, [n], 1):
-            if problem.inspect(batch):
-                return
+            try:
+                learns = problem.inspect(batch)
+            except RuntimeError as error:
+                _explain_dtype(problem, batch, f"client {clients.label(n)}", error)
+                raise
+        if learns:
+            return
     raise NestfedError(
         "The loss does not depend on the model's parameters, so nothing would be trained: f and g must use the model "
         "that they get as an argument, without .detach(), no_grad or rounding on the way."
     )
+
+
+def _explain_dtype(problem: Problem, batch: Batch, who: str, error: RuntimeError) -> None:
+    """Turn torch's error into one about the data, if they are not of the model's type."""
+    numbers = problem.x0.dtype
+    others = [v.dtype for v in tree_leaves(batch.data) if v.is_floating_point() and v.dtype != numbers]
+    if others:
+        name = str(numbers).removeprefix("torch.")
+        raise NestfedError(
+            f"The batch of {who} has {others[0]}, but the model's parameters are {numbers}: convert the data, such as "
+            f"x.astype('{name}') or x.to({numbers})."
+        ) from error
 
 
 def some(clients: int, most: int = CLIENTS) -> list[int]:
@@ -80,8 +97,11 @@ def first_batch(problem: Problem, clients: Clients, seed: int, n: int) -> Batch:
         data = clients.sample(n, 0)
     for leaf in tree_leaves(data):
         if not isinstance(leaf, Tensor):
+            what = (
+                f"{leaf!r:.60}" if isinstance(leaf, str | int | float) else f"an object of type {type(leaf).__name__}"
+            )
             raise NestfedError(
-                f"The batch of client {clients.label(n)} contains {leaf!r}: sample must return tensors, or tuples, lists "
+                f"The batch of client {clients.label(n)} contains {what}: sample must return tensors, or tuples, lists "
                 "and dictionaries of tensors."
             )
     key = batch_keys(Streams(seed), [n], Span(0, 1), device)[0, 0]

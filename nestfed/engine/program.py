@@ -103,9 +103,18 @@ class Program:
         """Load the download; `stale` marks a client that skipped the last round."""
         s = self.template._replace(**shared, **private)
         if stale is not None:
-            fresh = self.method.rejoin(s, self.span.start)
+            fresh = self.returned("rejoin", self.method.rejoin(s, self.span.start))
             s = s._replace(**{k: torch.where(stale, getattr(fresh, k), getattr(s, k)) for k in self.method.private})
-        return self.method.receive(s, self.span.start)
+        return self.returned("receive", self.method.receive(s, self.span.start))
+
+    def returned(self, hook: str, s: Any) -> Any:
+        """Return the state that a method's hook returned; reject anything else."""
+        if getattr(s, "_fields", ()) != self.template._fields:
+            raise NestfedError(
+                f"The {hook} of {self.method.name} must return its state, a {type(self.template).__name__}, but it returns a "
+                f"{type(s).__name__}."
+            )
+        return s
 
     def step(
         self, s: Any, data: Data, who: Who, t: int, active: Tensor | None = None, *, begins: bool
@@ -119,9 +128,12 @@ class Program:
         batch = Batch(
             data, *who, tape=tape, begins=begins, eager=self.eager, precision=self.precision, pieces=self.pieces
         )
-        new = self.method.step(self.problem, s, batch, t)
+        new = self.returned("step", self.method.step(self.problem, s, batch, t))
         if not tape.evaluations:  # the problem does not count evaluations
-            tape.note(leading(data))
+            length = max(self.span.stop - self.span.start, 1)
+            once = self.method.evaluations == 1 or self.method.restarts(t, length)
+            for _ in range(1 if once else self.method.evaluations):
+                tape.note(leading(data))
         if active is not None:
             _same_shapes(self.method, s, new)
             new = type(s)(*(torch.where(active, after, before) for after, before in zip(new, s)))
@@ -137,7 +149,13 @@ class Program:
         loss = x_start.new_zeros(())
         if losses:
             loss = torch.stack(list(losses)).mean() if steps is None else torch.stack(list(losses)).sum() / steps
-        s = self.method.send(s, self.span.stop)
+        s = self.returned("send", self.method.send(s, self.span.stop))
+        for k, v in shared.items():
+            if getattr(s, k).shape != v.shape:
+                raise NestfedError(
+                    f"{self.method.name} sends {k} with shape {tuple(getattr(s, k).shape)}, but its shared field {k} has shape "
+                    f"{tuple(v.shape)}: shared fields keep the shape that they have in init."
+                )
         report = Report(loss, ((getattr(s, self.method.point) - x_start) ** 2).sum())
         return (
             {k: getattr(s, k) for k in (*self.method.shared, *self.method.gathered)} | dict(taps),

@@ -137,8 +137,7 @@ def simulate(
     facts = settings_of(method, rounds=rounds, q=q, seed=seed, clients=len(clients))
     calls = Callbacks(callbacks if group.leads else (), method.name, facts)
     with locked(path) if path is not None and group.leads else nullcontext(), calls:
-        if statement and path is not None and group.leads:
-            write_atomically(path / "privacy.txt", f"{statement}\n".encode())
+        _keep_statement(statement, path, group)
         done: _Done | None = None
         name = own.identity() if warm is None else after_warm_up(own.identity(), before, first.identity())
         probed = own.probed(start)
@@ -336,6 +335,12 @@ class _Part:
         )
 
 
+def _keep_statement(statement: str, path: Path | None, group: Group) -> None:
+    """Write what the run says about privacy into its directory."""
+    if statement and path is not None and group.leads:
+        write_atomically(path / "privacy.txt", f"{statement}\n".encode())
+
+
 def _warm_part(warm: WarmUp, own: _Part) -> _Part:
     """Return the rounds of a warm-up, after the checks that the run's own rounds have passed."""
     problem = own.problem if warm.problem is None else warm.problem
@@ -422,7 +427,10 @@ def _measured(
         with torch.no_grad():
             found |= named_numbers("evaluate", evaluate(rules.problem.bind(_solution(rules.method, state, private))))
     if measure is not None:
-        found |= named_numbers("measure", measure(state.shared, private))
+        measures = named_numbers("measure", measure(state.shared, private))
+        if both := sorted(found.keys() & measures.keys()):
+            raise NestfedError(f"evaluate and measure both return {both[0]!r}: rename one of them.")
+        found |= measures
     return found
 
 

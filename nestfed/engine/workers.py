@@ -187,18 +187,28 @@ def _serve(
         except (EOFError, OSError):
             return
         try:
-            for v in sums.values():
-                v.zero_()
-            reply = Reply(sums, rows)
-            local.work(replace(order, tables=_tensors(order.tables)), shared, reply)
-            reply.sums = reply.rows = {}  # they are in shared memory
-            reply.gathered = {n: _arrays(row) for n, row in reply.gathered.items()}
-            pipe.send(("done", reply))
-        except NestfedError as error:
-            pipe.send(("error", error))
-        except Exception as error:
-            LOG.debug("Worker failed.", exc_info=True)
-            pipe.send(("error", NestfedError(f"A worker process failed: {type(error).__name__}: {error}.")))
+            pipe.send(_answer(order, local, shared, sums, rows))
+        except (BrokenPipeError, ConnectionResetError):  # the parent has ended the run, for another worker's error
+            return
+
+
+def _answer(
+    order: Order, local: Local, shared: Fields, sums: dict[str, Tensor], rows: dict[str, Tensor]
+) -> tuple[str, Reply | NestfedError]:
+    """Run a worker's part of a round; return what to send to the parent."""
+    try:
+        for v in sums.values():
+            v.zero_()
+        reply = Reply(sums, rows)
+        local.work(replace(order, tables=_tensors(order.tables)), shared, reply)
+        reply.sums = reply.rows = {}  # they are in shared memory
+        reply.gathered = {n: _arrays(row) for n, row in reply.gathered.items()}
+        return "done", reply
+    except NestfedError as error:
+        return "error", error
+    except Exception as error:
+        LOG.debug("Worker failed.", exc_info=True)
+        return "error", NestfedError(f"A worker process failed: {type(error).__name__}: {error}.")
 
 
 def _arrays(fields: Fields) -> dict[str, Any]:

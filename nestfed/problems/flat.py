@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, has_torch_function
 
 from nestfed.core import Batch, NestfedError
 
 MEAN, VARIANCE = "running_mean", "running_var"
+_STRIDE = 2**20
+"""From the seed of torch's generator at one call of dropout to that at the next; the pieces of a batch are in between."""
 
 
 class Flat:
@@ -27,24 +29,13 @@ class Flat:
     def __init__(self, model: nn.Module | Tensor, buffers: bool = False) -> None:
         self.source = model
         if isinstance(model, Tensor):
-            if model.dim() != 1 or not model.is_floating_point():
-                raise NestfedError(
-                    f"The model must be an nn.Module or a vector of floats, not {model.dtype} {tuple(model.shape)}."
-                )
-            self.x0 = model.detach().clone()
+            self.x0 = _vector(model)
             self.b0 = self.x0.new_zeros(0)
             self.random = self.planar = self.heavy = False
             return
         if not buffers:
             _reject_running_statistics(model)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not named:
-            kind = type(model).__name__
-            frozen = "; all are frozen (requires_grad=False)" if any(True for _ in model.parameters()) else ""
-            raise NestfedError(f"{kind} has no parameters to train{frozen}.")
-        dtypes = {p.dtype for p in named.values()}
-        if len(dtypes) > 1:
-            raise NestfedError(f"All parameters must have one dtype, but {type(model).__name__} has {dtypes}.")
+        named = _named(model)
         self.names = list(named)
         self.shapes = [p.shape for p in named.values()]
         self.sizes = [p.numel() for p in named.values()]
@@ -182,6 +173,28 @@ class Flat:
         return [p.view(shape) for p, shape in zip(torch.split(x, self.sizes), self.shapes)]
 
 
+def _vector(model: Tensor) -> Tensor:
+    """Return a copy of a model that is a plain vector."""
+    if model.dim() != 1 or not model.is_floating_point():
+        raise NestfedError(
+            f"The model must be an nn.Module or a vector of floats, not {model.dtype} {tuple(model.shape)}."
+        )
+    return model.detach().clone()
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen by name; reject a model without any, or with several dtypes."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        kind = type(model).__name__
+        frozen = "; all are frozen (requires_grad=False)" if any(True for _ in model.parameters()) else ""
+        raise NestfedError(f"{kind} has no parameters to train{frozen}.")
+    dtypes = {p.dtype for p in named.values()}
+    if len(dtypes) > 1:
+        raise NestfedError(f"All parameters must have one dtype, but {type(model).__name__} has {dtypes}.")
+    return named
+
+
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are not frozen."""
     return [p for p in model.parameters() if p.requires_grad]
@@ -252,14 +265,19 @@ def channels_last(leaf: Tensor) -> Tensor:
 class KeyedDropout(TorchFunctionMode):
     """Draw dropout masks from a key instead of a global generator.
 
-    A mask is a pure function of (key, index of the call, index of the element). It is therefore the same
+    A mask is a pure function of (key, number of the call, index of the element). It is therefore the same
     vectorised or not, at both points of a variance-reduced step, and after a resume.
+
+    With `alone`, clients are not vectorised, and a call may be repeated by activation checkpointing in a backward pass
+    in this mode (`gradients_at`). It then keeps its number, which is stored in the seed of torch's generator: torch
+    restores that generator before it repeats a part of a model. So fork and seed it with the key around an evaluation.
     """
 
-    def __init__(self, key: Tensor) -> None:
+    def __init__(self, key: Tensor, alone: bool = False) -> None:
         super().__init__()
         self.key = key
         self.calls = 0
+        self._first = int(key) if alone else None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -273,11 +291,36 @@ class KeyedDropout(TorchFunctionMode):
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return x
-        self.calls += 1
         position = torch.arange(x.numel(), device=x.device).view(x.shape)
-        bits = _mix(_mix(position + (self.calls << 40)) ^ self.key)
+        bits = _mix(_mix(position + (self._number() << 40)) ^ self.key)
         kept = ((bits >> 24) & 0xFFFFFF) >= round(p * 2**24)
         return x * kept.to(x.dtype) / (1 - p)
+
+    def _number(self) -> int:
+        """Return the number of this call, or of the call that it repeats."""
+        self.calls += 1
+        if self._first is None:
+            return self.calls
+        mark = torch.default_generator.initial_seed()
+        torch.default_generator.manual_seed((mark + _STRIDE) % 2**63)
+        return (mark - self._first) // _STRIDE % 2**22 + 1  # as many as fit into the position below
+
+
+def gradients_at(
+    leaves: Sequence[Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor], unused: bool = False
+) -> tuple[Any, ...]:
+    """Return the gradients with respect to the leaves; with `unused`, None for those that the outputs do not use.
+
+    `torch.autograd.grad` suspends every `TorchFunctionMode`, but parts that are recomputed need `KeyedDropout`. So inside
+    a mode call torch's engine, as it does.
+    """
+    if not has_torch_function(tuple(leaves)):
+        return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=unused)
+    engine = torch.autograd.Variable._execution_engine
+    found: tuple[Any, ...] = engine.run_backward(
+        tuple(outputs), tuple(cotangents), False, False, tuple(leaves), allow_unreachable=unused, accumulate_grad=False
+    )
+    return found
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], stream: int) -> Tensor:

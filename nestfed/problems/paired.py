@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -57,7 +58,7 @@ class Pairwise(Direct, Paired):
             return torch.cat(self._scored(model, sample.data)).to(y.dtype), self.penalised(y.new_zeros(()), model)
 
         with self.evaluating(sample):
-            (h, extra), pull = vjp(value, x, self._eager(sample))
+            (h, extra), pull = vjp(value, x, self._eager(sample), partial(self._keyed, sample))
         one, b = torch.ones_like(extra), leading(sample.data[0])
         return h[:b], h[b:], lambda v, w: self.clip_gradient(pull((torch.cat([v, w]), one)), sample)
 

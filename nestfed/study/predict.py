@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nestfed.core import NestfedError
-from nestfed.data.tables import require_column
+from nestfed.core import MOST_NAMES, NestfedError
 from nestfed.study.tables import read_table
 from nestfed.study.train import KINDS
 
@@ -35,8 +34,11 @@ def predict(place: Path, file: Path, out: Path) -> int:
     estimator, table = load(place)
     raw = read_table(file)
     needed = [column.name for column in estimator.scale_.schema]
-    for name in needed:
-        require_column(file, name, raw)
+    if missing := [name for name in needed if name not in raw]:
+        has = ", ".join(map(str, [*raw][:MOST_NAMES]))
+        raise NestfedError(
+            f"{file} has no column {' and no column '.join(map(repr, missing[:MOST_NAMES]))}, which the model needs; it has {has}."
+        )
     frame = pd.DataFrame({name: raw[name] for name in needed})
     if not len(frame):
         raise NestfedError(f"{file} has no rows.")

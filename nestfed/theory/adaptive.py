@@ -48,7 +48,8 @@ class StemConstants(Constants):
 def fafed(k: AdaptiveConstants) -> Prescription:
     """Theorem 2 and Remark 1: η_t = ρh̄/(w_t+t)^(1/3), h̄ = N^(2/3)/L, α_{t+1} = cη_t², q = (T/N²)^(1/3), B = bq.
 
-    w_t = max(3/2, 1728L³q³h̄³ − t): the theorem prints I for q and a stray inequality.
+    w_t = max(3/2, 1728L³q³h̄³ − t): the theorem prints I for q and a stray inequality. It bounds (1/T) Σ E‖∇f(x̄_t)‖ by
+    G'·√(mean of E M_t) with G' = 4√(σ² + G² + ρ²).
     """
     q = floor((k.T / k.N**2) ** (1 / 3))
     h = k.N ** (2 / 3) / k.L
@@ -60,7 +61,7 @@ def fafed(k: AdaptiveConstants) -> Prescription:
         steps={"eta": eta, "alpha": Squared(c, eta, lag=1)},
         q=q,
         B=k.b * q,
-        derived={"h_bar": h, "c": c},
+        derived={"h_bar": h, "c": c, "G'": 4 * math.sqrt(k.sigma**2 + k.G**2 + k.rho**2)},
     )
 
 
@@ -83,12 +84,6 @@ def fafed_bound(p: Prescription, printed: bool = False) -> Bound:
             "heterogeneity": cubes * 3 * k.zeta**2 / 8,
         },
     )
-
-
-def fafed_gradient_bound(p: Prescription) -> float:
-    """Theorem 2 on (1/T) Σ E‖∇f(x̄_t)‖: G'·√(mean of M_t), G' = 4√(σ² + G² + ρ²)."""
-    k = kind(p, AdaptiveConstants)
-    return 4 * math.sqrt(k.sigma**2 + k.G**2 + k.rho**2) * math.sqrt(fafed_bound(p).total)
 
 
 def fafed_violated(p: Prescription) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nestfed.algorithms import STEM, AccFCSGM, BSpiderBoost, Ditto
 from nestfed.core import Clients, NestfedError, as_clients
 from nestfed.study.advice import smoothness
 from nestfed.testing import ALGORITHM_CHECKS, Trial, check_clients, check_problem
@@ -87,6 +88,34 @@ def test_without_notes_the_engine_counts_rows_and_records_no_loss(kind: str) -> 
         history = run(kind, mode=mode).history
         assert [r["examples"] for r in history] == [CLIENTS * ROWS * OPTIONS["q"] * (i + 1) for i in range(4)]
         assert [r["loss"] for r in history] == [None] * 4
+
+
+@pytest.mark.parametrize("options", [{"mode": "loop"}, {"mode": "vmap"}, {"mode": "vmap", "compile": True}], ids=str)
+def test_without_notes_both_points_of_a_correction_count(options: dict[str, Any]) -> None:
+    problem, _, clients = BARE["differentiable"]
+    q, once = OPTIONS["q"], CLIENTS * ROWS
+    for method, costs in (
+        (AccFCSGM(0.05), [once * (2 * q * (i + 1) - 1) for i in range(4)]),  # the first step evaluates once
+        (STEM(0.05), [once * (2 * q * i + 1) for i in range(4)]),  # round 1 is the first estimate alone
+        (Ditto(0.05), [once * 2 * q * (i + 1) for i in range(4)]),
+        (BSpiderBoost(0.05, period=2), [ROWS * n for n in (4, 9, 13, 18)]),
+    ):
+        some = Alone(clients) if method.single else clients
+        history = simulate(problem, method, some, rounds=4, **{**OPTIONS, "workers": 1, **options}).history
+        assert [r["examples"] for r in history] == costs, method.name
+
+
+class Alone(Clients):
+    """The first client."""
+
+    def __init__(self, clients: Any) -> None:
+        self.clients = clients
+
+    def __len__(self) -> int:
+        return 1
+
+    def sample(self, n: int, t: int) -> Any:
+        return self.clients.sample(0, t)
 
 
 def test_what_cannot_be_clients_is_named() -> None:

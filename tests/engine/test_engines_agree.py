@@ -173,6 +173,24 @@ def test_a_worker_that_fails_reports_why() -> None:
         simulate(problem, FedAvg(0.1), broken, rounds=5, q=2, progress=False, mode="loop", workers=2)
 
 
+class Slowly(Examples):
+    """Clients of whom all fail in round 2, the later ones later."""
+
+    def draw(self, ns: Any, ts: range) -> Any:
+        if not ts.start:
+            return super().draw(ns, ts)
+        time.sleep(0.1 * min(ns))
+        raise ValueError("a broken client")
+
+
+def test_workers_that_fail_after_the_first_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    problem, clients = images()
+    slow = Slowly(clients.arrays, clients.parts, batch=6)
+    with pytest.raises(NestfedError, match="a broken client"):
+        simulate(problem, FedAvg(0.1), slow, rounds=2, q=2, progress=False, mode="loop", workers=2)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_bad_number_in_a_worker_is_named() -> None:
     problem, clients = images()
     x = clients.arrays[0].clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,12 +27,14 @@ from nestfed import (
     AccFCSGM,
     Balanced,
     Classify,
+    Conditional,
     Evaluation,
     Examples,
     Exchange,
     Execution,
     FedAvg,
     FederatedAUC,
+    Minimax,
     Minimize,
     Paced,
     Pairs,
@@ -378,6 +382,24 @@ def test_the_global_generator_is_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("name", ["numpy", "random"])
+@pytest.mark.parametrize("where", ["module", "f", "penalty"])
+def test_numbers_that_no_key_seeds_are_rejected(name: str, where: str) -> None:
+    draw = {"numpy": lambda: float(np.random.rand()), "random": random.random}[name]
+
+    class Shaken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).flatten() * (draw() if where == "module" else 1.0)
+
+    def f(model: Any, batch: Any) -> Tensor:
+        return logistic(model, batch) * (draw() if where == "f" else 1.0)
+
+    penalty = (lambda model: model.weight.square().sum() * draw()) if where == "penalty" else None
+    for _ in range(3):  # a generator changes more of its state at some draws than at others
+        with pytest.raises(NestfedError, match=f"draws from the global generator of {name}, which does not depend on"):
+            simulate(Minimize(f, Shaken(5, 1), penalty=penalty), FedAvg(0.1), clients(), rounds=1)
+
+
 # --- A model that does not learn
 
 
@@ -397,6 +419,31 @@ OUTER = linear()
 def test_a_model_that_does_not_learn_is_rejected(f: Any, mode: str) -> None:
     with pytest.raises(NestfedError, match="does not depend on the model's parameters, so nothing would be trained"):
         run(f, execution=Execution(mode=mode))
+
+
+@pytest.mark.parametrize("kind", ["minimize", "conditional", "minimax"])
+def test_a_model_that_only_its_penalty_trains_is_rejected(kind: str) -> None:
+    def penalty(model: Any) -> Tensor:
+        return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+    def problem(judged: Any) -> Any:
+        if kind == "minimize":
+            return Minimize(lambda m, b: logistic(judged or m, b), linear(), penalty=penalty)
+        if kind == "conditional":
+            g = lambda m, outer, inner: (judged or m)(inner[0].flatten(0, 1)).view(*inner[0].shape[:2])  # noqa: E731
+            return Conditional(lambda u, outer: u, g, linear(), penalty=penalty)
+        return Minimax(lambda m, w, b: w.sum() * logistic(judged or m, b), linear(), torch.ones(1), penalty=penalty)
+
+    some = Pairs.of({"a": (X, Y)}) if kind == "conditional" else clients()
+    with pytest.raises(NestfedError, match="nothing would be trained"):
+        probe.inspect(problem(OUTER), some, 0, [0])
+    probe.inspect(right := problem(None), some, 0, [0])
+    batch = probe.first_batch(right, some, 0, 0)  # in a gradient the penalty counts
+    grad = right.grads(right.x0, right.w0, batch)[0] if kind == "minimax" else right.grad(right.x0, batch)
+    alone = copy.copy(right)
+    alone.penalty = None
+    plain = alone.grads(alone.x0, alone.w0, batch)[0] if kind == "minimax" else alone.grad(alone.x0, batch)
+    torch.testing.assert_close(grad - plain, 2 * right.x0)
 
 
 def test_a_gradient_of_zero_is_not_rejected() -> None:
@@ -630,6 +677,29 @@ class Undeclared(FedAvg):
     shared = ("x", "z")
 
 
+@dataclass(frozen=True)
+class Short(FedAvg):
+    """Sends half of its point."""
+
+    name = "short"
+
+    def send(self, s: Any, t: int) -> Any:
+        return s._replace(x=s.x[:2])
+
+
+class Arrays(Worded):
+    """Clients whose batches are arrays of numpy."""
+
+    def sample(self, n: int, t: int) -> Any:
+        return X[:4].numpy(), Y[:4].numpy()
+
+
+def returning(hook: str, value: Any) -> FedAvg:
+    """Return FedAvg with a hook that returns something else."""
+    kind = type("Wrong", (FedAvg,), {"name": "wrong", hook: lambda self, *arguments: value})
+    return dataclass(frozen=True)(kind)(0.1)
+
+
 def nan(model: Any, batch: Any) -> Tensor:
     return logistic(model, batch) * torch.log(torch.zeros(()))
 
@@ -665,6 +735,32 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a column": (lambda: run(evaluate=lambda m: {"loss": 1.0}), "'loss', which is a column of the record"),
     "a server": (lambda: run(method=Renamed(0.1)), "The server of renamed returns the fields y, but it shares x"),
     "a field": (lambda: run(method=Undeclared(0.1)), "undeclared declares the field 'z', but its state has x"),
+    "short": (
+        lambda: run(method=Short(0.1)),
+        r"^short sends x with shape \(2,\), but its shared field x has shape \(6,\)",
+    ),
+    "step": (
+        lambda: run(method=returning("step", torch.zeros(6))),
+        r"^The step of wrong must return its state, a \w+, but it returns a Tensor\.",
+    ),
+    "send": (
+        lambda: run(method=returning("send", {"x": torch.zeros(6)})),
+        r"^The send of wrong must return its state, a \w+, but it returns a dict\.",
+    ),
+    "receive": (lambda: run(method=returning("receive", None)), r"^The receive of wrong .* it returns a NoneType\."),
+    "f's float": (lambda: run(lambda m, b: 1.0), r"^f must return one number as a tensor, not a float\."),
+    "the same metric": (
+        lambda: run(evaluate=lambda m: {"a": 1.0}, measure=lambda s, p: {"a": 2.0}),
+        r"^evaluate and measure both return 'a': rename one of them\.",
+    ),
+    "arrays": (
+        lambda: run(some=Arrays()),
+        "^The batch of client 0 contains an object of type ndarray: sample must return tensors",
+    ),
+    "float64": (
+        lambda: run(some=clients(X.double())),
+        r"^The batch of client site 0 has torch.float64, but the model's parameters are torch.float32: convert the data",
+    ),
     "NaN": (
         lambda: run(nan),
         "The loss is infinite, NaN or too large at client site 0, iteration 0 .* in f or the model",
@@ -688,3 +784,5 @@ def test_numpy_arrays_are_accepted() -> None:
     parts = [np.arange(n, 60, 3) for n in range(3)]
     arrays = Examples((X.numpy(), Y.numpy()), parts, batch=6)  # type: ignore[arg-type]
     assert torch.equal(run(some=arrays).x, run(some=Examples((X, Y), parts, batch=6)).x)
+    table = Examples.of({"a": (pd.DataFrame(X.numpy()), pd.Series(Y.numpy(), index=range(100, 160)))}, batch=6)
+    assert torch.equal(run(some=table).x, run(some=Examples.of({"a": (X, Y)}, batch=6)).x)

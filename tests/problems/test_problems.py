@@ -12,6 +12,7 @@ import torch
 from nestfed_papers.toys import ConditionalToy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recompute
 
 from nestfed import algorithms as a
 from nestfed.core import Batch, NestfedError, Tape
@@ -491,6 +492,62 @@ def test_dropout_keeps_the_right_share() -> None:
             assert together == pytest.approx((1 - p) ** 2, abs=0.006)
         assert rates == pytest.approx([1 - p] * 3, abs=5 * (p * (1 - p) / x.numel()) ** 0.5)
         assert len(set(rates)) == 3
+
+
+class Forgetful(nn.Module):
+    """Three parts with dropout, two of them in a third; each may be recomputed in the backward pass."""
+
+    def __init__(self, forget: bool, other: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.drop, self.forget = nn.Dropout(0.4), forget
+        self.other = nn.Dropout1d(0.4) if other else nn.Identity()  # its numbers come from torch's generator
+
+    def part(self, function: Any, x: Tensor) -> Tensor:
+        return recompute(function, x, use_reentrant=False) if self.forget else function(x)
+
+    def begin(self, x: Tensor) -> Tensor:
+        return self.other(self.drop(torch.tanh(self.first(x)))[..., None])[..., 0]
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.second(self.drop(self.part(self.begin, x)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.third(self.part(self.drop, self.part(self.middle, x))))
+
+
+RECOMPUTED: dict[str, Callable[[nn.Module], Any]] = {
+    "minimize": lambda model: Minimize(classify, model),
+    "conditional": lambda model: Conditional(
+        lambda u, outer: u.square().sum(1), lambda m, o, i: m(i.flatten(0, 1)).view(*i.shape[:2], 2), model
+    ),
+    "compositional": lambda model: Compositional(
+        lambda u, outer: (u * u).sum(), lambda m, inner: m(inner).mean(0), model, 2
+    ),
+    "minimax": lambda model: Minimax(lambda m, w, b: w.sum() * classify(m, b), model, torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("kind", RECOMPUTED)
+@pytest.mark.parametrize("other", [False, True], ids=["dropout", "dropout and torch's generator"])
+def test_a_recomputed_part_has_the_same_masks(kind: str, other: bool) -> None:
+    found = {}
+    data = HELD.sample(0, 0) if kind in ("minimize", "minimax") else (normal(5, 1), normal(5, 3))
+    data = (data[0], data[1].expand(5, 5, 3)) if kind == "conditional" else data
+    for forget in (False, True):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            problem = RECOMPUTED[kind](Forgetful(forget, other).double())
+        assert problem.inspect(Batch(data))
+        generator = torch.get_rng_state()
+        found[forget] = [
+            problem.grads(problem.x0, problem.w0, batch) if kind == "minimax" else problem.grad(problem.x0, batch)
+            for batch in (Batch(data, torch.tensor(key), eager=True) for key in (7, 7, 8))
+        ]
+        assert torch.equal(generator, torch.get_rng_state())
+    torch.testing.assert_close(found[True], found[False], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[True][0], found[True][1], rtol=0, atol=0)
+    assert not torch.allclose(found[True][1][0], found[True][2][0])
 
 
 def test_dropout_is_off_in_evaluation() -> None:

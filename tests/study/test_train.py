@@ -126,7 +126,7 @@ def test_predict_writes_probabilities(trained: Path, files: list[Path], tmp_path
     assert roc_auc_score(frame["malignant"], chance) > 0.9
     assert all((r["prediction"] == "1") == (float(r["probability"]) > 0.5) for r in rows)
     frame.drop(columns=["area"]).to_csv(tmp_path / "short.csv", index=False)
-    with pytest.raises(NestfedError, match="has no column 'area'"):
+    with pytest.raises(NestfedError, match=r"short\.csv has no column 'area', which the model needs; it has "):
         predict(trained, tmp_path / "short.csv", out)
     (tmp_path / "damaged").mkdir()
     for text in ("{", "[]", '{"objective": "speed"}'):

@@ -153,7 +153,8 @@ def test_fafed_by_hand():
         e**2 * c**2 / 4 * 3 * 0.36 / 8,
     ]
     assert list(p.bound().terms.values()) == pytest.approx(expected)
-    assert adaptive.fafed_gradient_bound(p) == pytest.approx(4 * math.sqrt(0.16 + 9 + 0.25) * math.sqrt(sum(expected)))
+    assert p.derived["G'"] == pytest.approx(4 * math.sqrt(0.16 + 9 + 0.25))
+    assert f"G' = {4 * math.sqrt(9.41):.6g}" in "\n".join(p.lines())
     # the printed right-hand side of Theorem 2, with its two slips corrected, is an upper bound of this one
     unit = (N_T := 8 * T) ** (-2 / 3)
     assert N_T == 512_000

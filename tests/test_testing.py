@@ -503,7 +503,6 @@ class Served(HeavyBall):
         (Draws, "Draws draws from a global generator"),
         (Widens, "Widens: x becomes torch.float32, but x0 is torch.float64"),
         (Casts, "Casts: x becomes torch.float32, but x0 is torch.float64"),
-        (Strays, r"Strays.step leaves the domain at iteration \d: x needs problem.project"),
         (Doubles, r"Doubles.step evaluates its batch at 2 points in iteration 0, but it declares 1"),
         (Promises, r"Promises.step evaluates its batch at 1 points in iteration 1, but it declares 2"),
         (Stepless, r"Stepless.steps names 'alpha', but its hyper-parameters are eta, mu"),
@@ -519,3 +518,17 @@ class Served(HeavyBall):
 def test_methods_that_break_it(kind: Any, sentence: str) -> None:
     with pytest.raises(AssertionError, match=sentence):
         check_algorithm(kind(), Squares(), Rows(3))
+
+
+class Bounded(Squares):
+    """Squares on a small ball around the start."""
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.x0 + Ball(0.01).project(x - self.x0)
+
+
+def test_a_method_that_leaves_the_domain() -> None:
+    check_algorithm(HeavyBall(), Bounded(), Rows(3))
+    check_algorithm(Strays(), Squares(), Rows(3))  # nothing to leave
+    with pytest.raises(AssertionError, match=r"Strays.step leaves the domain at iteration 0: x needs problem.project"):
+        check_algorithm(Strays(), Bounded(), Rows(3))

@@ -292,7 +292,8 @@ class _Sketch:
     def __call__(self, vector: Tensor) -> list[float]:
         """Return the sums."""
         numbers = vector.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0)
-        return torch.zeros(BINS, dtype=torch.float64).index_add_(0, self.bins, numbers * self.signs).tolist()
+        sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, self.bins, numbers * self.signs)
+        return [float(f"{v:.8g}") for v in sums.tolist()]  # more digits than are compared would only fill the disk
 
 
 def _far(a: Sequence[float], b: Sequence[float], slack: float = 0.0) -> bool:

@@ -100,6 +100,9 @@ def sweep_points(
     **how: Any,
 ) -> Sweep:
     """Compare methods at every point, in a directory each; `how` are the other arguments of `compare`."""
+    for name in methods:
+        for point in points:
+            _reject_replaced(point, name)
     if len({point.name for point in points}) < len(points):
         raise NestfedError("Two points of the sweep have the same settings: list every value once.")
     for i, point in enumerate(points, 1):
@@ -111,6 +114,26 @@ def sweep_points(
     content = {"title": title, "points": [{"settings": dict(p.settings), "name": p.name} for p in points]}
     write_atomically(out / FILE, json.dumps(content, indent=2).encode())
     return Sweep.read(out)
+
+
+def _reject_replaced(point: Point, method: str) -> None:
+    """Reject a swept setting that tuning chooses, or that the method's own table replaces: the points would not differ."""
+    from nestfed.algorithms import METHODS
+
+    variant = point.experiment.for_method(method)
+    for key in point.settings:
+        if key in point.experiment.grid(method):
+            raise NestfedError(
+                f"{key} is swept, but tuning {method} would choose it too: remove it from methods.{method}.tune, or from the "
+                "sweep."
+            )
+        section, _, name = key.partition(".")
+        if section != "algorithm" or name not in METHODS[variant.algorithm.name].__dataclass_fields__:  # type: ignore[attr-defined]
+            continue
+        if variant.algorithm.hyper.get(name) != point.experiment.algorithm.hyper.get(name):
+            raise NestfedError(
+                f"{key} is swept, but {method} has its own algorithm table in methods.{method}: remove it there."
+            )
 
 
 def points_of(experiment: Experiment, over: Mapping[str, Sequence[Any]]) -> list[Point]:

@@ -15,6 +15,7 @@ from nestfed.experiment.build import assemble
 from nestfed.experiment.compare import compare
 from nestfed.experiment.run import Job, run, run_jobs
 from nestfed.experiment.spec import from_tables
+from nestfed.experiment.sweep import points_of, sweep_points
 
 ALONE = {
     "data": {"name": "digits", "binary": True, "validation": 0.1, "limit": 300},
@@ -85,6 +86,19 @@ def test_a_finished_comparison_belongs_to_its_settings(tmp_path: Path) -> None:
             compare(experiment.with_overrides(change), ["fedavg"], 1, tmp_path, workers=1)
     assert compare(experiment, ["fedavg"], 1, tmp_path, workers=1) == (metric, first)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_what_is_swept_is_not_tuned(tmp_path: Path) -> None:
+    """Tuning would replace the value of the point: all rows would be the same run."""
+    for own, sentence in (
+        ({"tune": {"eta": [0.1, 1.0]}}, "tuning fedavg would choose it too"),
+        ({"algorithm": {"eta": 0.2}}, "fedavg has its own algorithm table"),
+    ):
+        tables = {**ALONE, "run": {"rounds": 2, "q": 2}, "methods": {"fedavg": own}}
+        points = points_of(from_tables(tables), {"algorithm.eta": [0.01, 0.3]})
+        with pytest.raises(NestfedError, match=f"algorithm.eta is swept, but {sentence}"):
+            sweep_points(points, ["fedavg"], 1, tmp_path / "out", workers=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_method_is_named_even_if_the_directory_is_taken(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -306,9 +307,9 @@ def run_jobs(jobs: Iterable[Job], workers: int, done: Callable[[Job, NestfedErro
         return
     portable = all(job.experiment.portable for job in todo)
     # What cannot be sent to another process, such as the user's functions, is inherited by a fork.
-    # All others are forks of one new process that has imported torch, once for all calls in this process.
+    # All others are forks of one new process that has imported what is slow, once for all calls in this process.
     context = get_context("forkserver" if portable else "fork")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "torch._dynamo", *(m for m in ("sklearn.datasets",) if m in sys.modules)])
     _INHERITED[:] = [] if portable else todo
     with ProcessPoolExecutor(min(workers, len(todo)), context, _start_worker, (dict(os.environ),)) as pool:
         futures = {

@@ -294,14 +294,15 @@ def _chosen(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(now: Mapping[str, Any], before: Mapping[str, Any], where: str = "") -> str:
-    """Return the first setting that differs, in one clause; nothing if none does."""
+    """Return the first setting that differs between two identities, in one clause; nothing if none does."""
     for key in {**now, **before}:
         one, other, name = now.get(key), before.get(key), f"{where}{key}"
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            if inside := difference(one, other, f"{name}."):
+        if isinstance(one, Mapping) or isinstance(other, Mapping):
+            if inside := difference(one or {}, other or {}, f"{name}."):
                 return inside
         elif one != other:
-            return f"{name} is {one!r} instead of {other!r}"
+            here, there = (repr(of[key]) if key in of else "its default" for of in (now, before))
+            return f"{name} is {here} instead of {there}"
     return ""
 
 

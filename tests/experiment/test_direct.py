@@ -144,7 +144,7 @@ OTHER = Classify(nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 1), nn.Flatten(0)))
         ({"methods": {"fedavg": FedAvg, "fixed": lambda: FedAvg(0.2)}}, "fixed.seed-0 contains another experiment"),
         ({"rounds": 5}, "run.rounds is 5 instead of 3"),
         ({"q": 1}, "run.q is 1 instead of 2"),
-        ({"exchange": Exchange(count=2)}, "exchange.count is 2 instead of 0"),
+        ({"exchange": Exchange(count=2)}, "exchange.count is 2 instead of its default"),
         ({"problem": OTHER}, "the model's parameters differ"),
         ({"problem": Classify(nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)))}, "the starting point differs"),
         ({"problem": Minimize(lambda m, b: m(b[0]).square().mean(), linear())}, "problem.name is 'Minimize' instead of"),

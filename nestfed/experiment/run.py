@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from nestfed.algorithms import Alone
-from nestfed.choice import resampled
 from nestfed.core import DivergedError, Fields, NestfedError
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Record
 from nestfed.engine.run_directory import Interrupted
 from nestfed.engine.simulate import simulate, verify
 from nestfed.experiment.build import Assembly, assemble
+from nestfed.experiment.choice import resampled
 from nestfed.experiment.own import OwnExperiment
 from nestfed.experiment.spec import Experiment, difference, identity
 from nestfed.files import locked, make_directory, reject_foreign, write_atomically, write_model

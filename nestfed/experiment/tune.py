@@ -2,7 +2,7 @@
 
 A method's trials are an Optuna study in `trials.log`; each trial is an ordinary run in its own directory. After a quarter
 and after half of the rounds, the worse half of a method's trials stops. This rule waits for all trials, so the result
-does not depend on their speed, and it is the same for all methods. `nestfed.choice` has the rule that chooses.
+does not depend on their speed, and it is the same for all methods. `nestfed.experiment.choice` has the rule that chooses.
 
 If the best value is at the end of a grid of step sizes, the next step beyond it is tried too, at most twice (`EXTEND`).
 """
@@ -32,9 +32,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from nestfed import choice
 from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine.record import read as read_record
+from nestfed.experiment import choice
 from nestfed.experiment.build import assemble
 from nestfed.experiment.own import OwnExperiment
 from nestfed.experiment.run import TUNING_SEED, Job, resamples, run_jobs

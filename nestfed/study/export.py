@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestfed import choice
 from nestfed.core import NestfedError, __version__
 from nestfed.data.encoding import TableEncoding, standardised
+from nestfed.experiment import choice
 from nestfed.files import reject_foreign, write_atomically
 from nestfed.metrics import find
 from nestfed.report import html

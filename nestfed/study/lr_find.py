@@ -12,9 +12,10 @@ import numpy as np
 from sklearn.base import clone
 from torch import Tensor
 
-from nestfed import choice, models
+from nestfed import models
 from nestfed.core import DivergedError, NestfedError, whole
 from nestfed.data.partition import hold_out
+from nestfed.experiment import choice
 from nestfed.metrics import find
 from nestfed.study.advice import NestfedWarning
 from nestfed.study.sites import Encoded, Site, gather
@@ -38,7 +39,7 @@ class StepSearch:
 
     @property
     def best(self) -> float:
-        """The smallest step size whose metric is within noise of the best one (`nestfed.choice`)."""
+        """The smallest step size whose metric is within noise of the best one (`nestfed.experiment.choice`)."""
         if not np.isfinite(self.values).any():
             raise NestfedError("Training diverged with every step size: check the data, or try much smaller ones.")
         rows = self.resamples or ((),) * len(self.lrs)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from nestfed import metrics, models
 from nestfed.algorithms import Alone, FedAvg
-from nestfed.choice import resampled
 from nestfed.core import DivergedError, Metric, NestfedError, unknown
 from nestfed.engine.round import Record
+from nestfed.experiment.choice import resampled
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
 from nestfed.study.base import Scores, precise
 from nestfed.study.lr_find import StepSearch, apart, sweep, with_rows

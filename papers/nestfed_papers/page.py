@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nestfed.choice import end
 from nestfed.engine.round import Record
+from nestfed.experiment.choice import end
 from nestfed.report import html
 from nestfed.report.page import Claim, Curves, Image, Page, Table, size
 from nestfed.report.plot import overview

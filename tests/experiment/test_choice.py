@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from nestfed.choice import Option, best, beyond, choose, end, noise, rank, resampled
 from nestfed.core import Metric, NestfedError
+from nestfed.experiment.choice import Option, best, beyond, choose, end, noise, rank, resampled
 from nestfed.metrics import find
 from nestfed.study.lr_find import StepSearch
 

@@ -137,7 +137,7 @@ def test_train_on_four_tables(fresh: Fresh, hospitals: Path) -> None:
     assert len(files) == 4
     began = time.monotonic()
     output = fresh.nestfed("train", *files, "--target", "disease", "--objective", "auroc", "--out", "heart")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240  # half a minute on two idle cores
     assert "report.html" in output
     assert (fresh.place / "heart" / "MODEL_CARD.md").exists()
     fresh.nestfed("predict", "heart", files[0], "--out", "chances.csv")

@@ -1,0 +1,191 @@
+"""A query: a named pure function of a site's own rows, with the declaration of its reply.
+
+From the declaration follow, each in one place: the gate that checks a reply before it is decoded, the list of what leaves
+a site, the disclosure rule that the site sets (`min_cell`), and the number of bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from nestfed.core import NestfedError
+
+Arguments = Mapping[str, Any]
+"""The arguments of a query: arrays of numpy, or plain values that JSON can store."""
+Arrays = Mapping[str, np.ndarray]
+Header = Mapping[str, tuple[str, tuple[int, ...]]]
+"""The type and the shape of every array of a reply."""
+
+DTYPES = {"count": "<i8", "sum": "<f8", "text": "|u1"}
+ROWS = "rows"
+"""The count that is part of every reply: the rows that the query used."""
+
+
+class TooFewError(NestfedError):
+    """A site has fewer rows than its `min_cell` allows to describe."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one part of a site's table, as queries see them."""
+
+    x: np.ndarray
+    """Model inputs, (n, inputs)."""
+    y: np.ndarray
+    """The target: class indices, numbers, or (n, 2) with time and event."""
+    group: np.ndarray | None = None
+    """For each row, a value that marks rows of the same person."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Columns as text, to count subgroups by."""
+    scores: Callable[[np.ndarray], np.ndarray] | None = None
+    """The scores of the rows under a model, given its parameters as one vector."""
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A size that the site decides, up to a limit."""
+
+    limit: int
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a reply."""
+
+    meaning: str
+    """What it is, for the list of what leaves a site."""
+    kind: Literal["count", "sum", "text"] = "sum"
+    shape: tuple[str, ...] = ()
+    """The names of its sizes; the query's `sizes` gives their values."""
+    over: str = ""
+    """For a sum: the count of the rows that each cell adds up; empty = all rows of the part."""
+
+    @property
+    def dtype(self) -> str:
+        """The type of its numbers, with byte order."""
+        return DTYPES[self.kind]
+
+
+def _no_sizes(**arguments: Any) -> Mapping[str, int | AtMost]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Query:
+    """A statistic of a site's rows. Calling it computes the reply, under the site's disclosure rule."""
+
+    name: str
+    purpose: str
+    """Why it is asked, in a short sentence."""
+    compute: Callable[..., Arrays]
+    """Computes the fields from `Rows` and the arguments."""
+    fields: Mapping[str, Field]
+    sizes: Callable[..., Mapping[str, int | AtMost]] = _no_sizes
+    """Returns the values of the names in the fields' shapes, given the arguments."""
+    protect: Callable[..., Arrays] | None = None
+    """Replaces the default rule: given the reply and `min_cell`, returns it without cells below `min_cell`."""
+
+    @property
+    def declared(self) -> dict[str, Field]:
+        """All fields of a reply, the number of rows included."""
+        return {ROWS: Field("the number of rows used", "count"), **self.fields}
+
+    def __call__(self, rows: Rows, min_cell: int = 0, **arguments: Any) -> dict[str, np.ndarray]:
+        """Return a site's reply. No cell that counts between 1 and min_cell − 1 rows leaves the site."""
+        if 0 < len(rows) < min_cell:
+            raise TooFewError(
+                f"This site has {len(rows)} rows for {self.name!r}, fewer than its min_cell = {min_cell}: it cannot answer."
+            )
+        made = self.compute(rows, **arguments)
+        found = {ROWS: np.array(len(rows), "<i8")}
+        found |= {k: np.asarray(v, self.declared[k].dtype) for k, v in made.items()}
+        if sentence := self.error({k: (v.dtype.str, v.shape) for k, v in found.items()}, **arguments):
+            raise NestfedError(f"The query {self.name!r} broke its own declaration: {sentence}")
+        if min_cell > 1:
+            found = {**found, **(self.protect or self._suppressed)(found, min_cell)}
+        return found
+
+    def _suppressed(self, reply: Arrays, min_cell: int) -> Arrays:
+        """Set small counts, and the sums over their rows, to 0."""
+        small = {k: (reply[k] > 0) & (reply[k] < min_cell) for k, f in self.fields.items() if f.kind == "count"}
+        found = {k: np.where(gone, 0, reply[k]) for k, gone in small.items()}
+        for k, f in self.fields.items():
+            if f.over in small:
+                gone = small[f.over]
+                found[k] = np.where(gone.reshape(gone.shape + (1,) * (reply[k].ndim - gone.ndim)), 0.0, reply[k])
+        return found
+
+    def error(self, header: Header, **arguments: Any) -> str:
+        """Return what is wrong with a reply's names, types or shapes, or nothing; no array is needed."""
+        if set(header) != set(self.declared):
+            return f"it sent {', '.join(sorted(header)) or 'nothing'} instead of {', '.join(sorted(self.declared))}."
+        sizes = self.sizes(**arguments)
+        for name, one in self.declared.items():
+            dtype, shape = header[name]
+            if dtype != one.dtype:
+                return f"its {name} is {dtype} instead of {one.dtype}."
+            limits = [sizes[size] for size in one.shape]
+            fits = len(shape) == len(limits) and all(
+                0 <= n <= limit.limit if isinstance(limit, AtMost) else n == limit for n, limit in zip(shape, limits)
+            )
+            if not fits:
+                wanted = ", ".join(f"at most {v.limit}" if isinstance(v, AtMost) else str(v) for v in limits)
+                return f"its {name} has shape {shape} instead of ({wanted})."
+        return ""
+
+    def most_bytes(self, **arguments: Any) -> int:
+        """Return the largest number of bytes of a reply's arrays."""
+        sizes = {k: v.limit if isinstance(v, AtMost) else v for k, v in self.sizes(**arguments).items()}
+        return sum(
+            int(np.dtype(f.dtype).itemsize * np.prod([sizes[k] for k in f.shape], dtype=object))
+            for f in self.declared.values()
+        )
+
+    def invalid(self, reply: Arrays, most_rows: int | None = None) -> str:
+        """Return what is wrong with the values of a reply, or nothing; `most_rows`: the rows that the site declared."""
+        for name, one in self.declared.items():
+            value = reply[name]
+            if one.kind == "sum" and not np.isfinite(value).all():
+                return f"its {name} holds infinite or NaN values."
+            if one.kind == "count" and ((value < 0).any() or (most_rows is not None and (value > most_rows).any())):
+                return f"its {name} holds counts outside 0 to {'the number of its rows' if most_rows is None else most_rows}."
+        return ""
+
+
+def pooled(replies: Iterable[Arrays], reduce: str = "mean") -> dict[str, np.ndarray]:
+    """Return the sums of counts and sums over sites.
+
+    With reduce = "median", each number is the median over sites of its mean per row, times all rows, so that one bad site
+    cannot move it far.
+    """
+    given = list(replies)
+    if not given:
+        raise NestfedError("No site answered the query.")
+    names = [k for k, v in given[0].items() if v.dtype.kind in "if"]
+    if reduce == "mean":
+        return {k: sum((reply[k] for reply in given[1:]), given[0][k]) for k in names}
+    some = [reply for reply in given if int(reply[ROWS])]
+    total = sum(int(reply[ROWS]) for reply in some)
+    means = {k: np.stack([np.asarray(reply[k], np.float64) / int(reply[ROWS]) for reply in some]) for k in names}
+    return {k: np.asarray(np.median(v, axis=0) * total).astype(given[0][k].dtype) for k, v in means.items()}
+
+
+def as_text(value: Any) -> np.ndarray:
+    """Return a plain value as the bytes of its JSON text, for a field of kind "text"."""
+    return np.frombuffer(json.dumps(value, ensure_ascii=False).encode(), np.uint8)
+
+
+def from_text(array: np.ndarray) -> Any:
+    """Return the value that `as_text` stored; raise a ValueError if it is not valid JSON."""
+    try:
+        return json.loads(bytes(array).decode())
+    except RecursionError as error:  # hostile nesting
+        raise ValueError("the text cannot be read") from error

@@ -14,7 +14,7 @@ import nestfed
 PACKAGE = Path(nestfed.__file__).parent
 FACADE = ("(root)", "__main__")
 ORDER = (
-    "core", "metrics", "models", "files", "data", "problems", "algorithms", "engine", "theory", "report", "queries",
+    "core", "metrics", "models", "files", "data", "queries", "problems", "algorithms", "engine", "theory", "report",
     "experiment", "study", "deploy", "cli", "testing",
 )  # fmt: skip
 

@@ -4,8 +4,26 @@
 """
 
 from nestfed.core import Registry
-from nestfed.queries.base import Arguments, Arrays, AtMost, Field, Query, Rows, TooFewError, pooled
+from nestfed.queries.base import (
+    PARTS,
+    ROWS,
+    TEST,
+    TRAINING,
+    VALIDATION,
+    Arrays,
+    Ask,
+    AtMost,
+    Field,
+    Query,
+    Rows,
+    TooFewError,
+    at_hand,
+    pooled,
+)
 
 QUERIES: Registry[Query] = Registry("query")
 
-__all__ = ["QUERIES", "Arguments", "Arrays", "AtMost", "Field", "Query", "Rows", "TooFewError", "pooled"]
+__all__ = [
+    "PARTS", "QUERIES", "ROWS", "TEST", "TRAINING", "VALIDATION", "Arrays", "Ask", "AtMost", "Field", "Query", "Rows",
+    "TooFewError", "at_hand", "pooled",
+]  # fmt: skip

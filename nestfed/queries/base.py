@@ -7,23 +7,23 @@ a site, the disclosure rule that the site sets (`min_cell`), and the number of b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from nestfed.core import NestfedError
 
-Arguments = Mapping[str, Any]
-"""The arguments of a query: arrays of numpy, or plain values that JSON can store."""
 Arrays = Mapping[str, np.ndarray]
 Header = Mapping[str, tuple[str, tuple[int, ...]]]
 """The type and the shape of every array of a reply."""
 
-DTYPES = {"count": "<i8", "sum": "<f8", "text": "|u1"}
+DTYPES = {"count": "<i8", "index": "<i8", "sum": "<f8", "text": "|u1"}
 ROWS = "rows"
 """The count that is part of every reply: the rows that the query used."""
+TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
+"""The parts of a site's table."""
 
 
 class TooFewError(NestfedError):
@@ -48,6 +48,32 @@ class Rows:
     def __len__(self) -> int:
         return len(self.y)
 
+    def coarse(self, min_cell: int) -> Rows:
+        """Return the rows without rare values, so that no sum over them describes fewer than `min_cell` rows.
+
+        In a column with two values, such as a category's 0/1, rarer than `min_cell`, all rows get the common value. Rare
+        missing values become the column's mean, and a column with too few known values becomes missing.
+        """
+        if min_cell < 2 or self.x.ndim != 2:
+            return self
+        x = np.array(self.x, np.float64)
+        for column in x.T:
+            _coarsen(column, min_cell)
+        return replace(self, x=x)
+
+
+def _coarsen(column: np.ndarray, min_cell: int) -> None:
+    """Remove the rare values of a column, in place."""
+    known = np.isfinite(column)
+    if 0 < known.sum() < min_cell:
+        column[:] = np.nan
+        return
+    if 0 < (~known).sum() < min_cell:
+        column[~known] = column[known].mean()
+    values, counts = np.unique(column[known], return_counts=True)
+    if len(values) == 2 and counts.min() < min_cell:
+        column[known] = values[counts.argmax()]
+
 
 @dataclass(frozen=True)
 class AtMost:
@@ -62,7 +88,8 @@ class Field:
 
     meaning: str
     """What it is, for the list of what leaves a site."""
-    kind: Literal["count", "sum", "text"] = "sum"
+    kind: Literal["count", "index", "sum", "text"] = "sum"
+    """A count of rows, whole numbers that describe no rows, a sum over rows, or text."""
     shape: tuple[str, ...] = ()
     """The names of its sizes; the query's `sizes` gives their values."""
     over: str = ""
@@ -104,19 +131,21 @@ class Query:
             raise TooFewError(
                 f"This site has {len(rows)} rows for {self.name!r}, fewer than its min_cell = {min_cell}: it cannot answer."
             )
-        made = self.compute(rows, **arguments)
+        made = self.compute(rows.coarse(min_cell), **arguments)
         found = {ROWS: np.array(len(rows), "<i8")}
         found |= {k: np.asarray(v, self.declared[k].dtype) for k, v in made.items()}
         if sentence := self.error({k: (v.dtype.str, v.shape) for k, v in found.items()}, **arguments):
             raise NestfedError(f"The query {self.name!r} broke its own declaration: {sentence}")
         if min_cell > 1:
-            found = {**found, **(self.protect or self._suppressed)(found, min_cell)}
+            found |= (self.protect or self._suppressed)(found, min_cell)
         return found
 
     def _suppressed(self, reply: Arrays, min_cell: int) -> Arrays:
-        """Set small counts, and the sums over their rows, to 0."""
+        """Set small counts, and the sums over their rows, to 0; a count that leaves few rows out, to all rows."""
+        rows = reply[ROWS]
         small = {k: (reply[k] > 0) & (reply[k] < min_cell) for k, f in self.fields.items() if f.kind == "count"}
         found = {k: np.where(gone, 0, reply[k]) for k, gone in small.items()}
+        found = {k: np.where((v < rows) & (v > rows - min_cell), rows, v) for k, v in found.items()}
         for k, f in self.fields.items():
             if f.over in small:
                 gone = small[f.over]
@@ -158,6 +187,21 @@ class Query:
             if one.kind == "count" and ((value < 0).any() or (most_rows is not None and (value > most_rows).any())):
                 return f"its {name} holds counts outside 0 to {'the number of its rows' if most_rows is None else most_rows}."
         return ""
+
+
+class Ask(Protocol):
+    """Asks every site a query about one part of its table; returns the replies by the site's number."""
+
+    def __call__(self, query: Query, part: str = TRAINING, **arguments: Any) -> Mapping[int, Arrays]: ...  # noqa: D102
+
+
+def at_hand(sites: Sequence[Mapping[str, Rows]], min_cell: int = 0) -> Ask:
+    """Return how to ask sites whose tables are at hand, by part, as in a simulation."""
+
+    def ask(query: Query, part: str = TRAINING, **arguments: Any) -> Mapping[int, Arrays]:
+        return {n: query(parts[part], min_cell, **arguments) for n, parts in enumerate(sites)}
+
+    return ask
 
 
 def pooled(replies: Iterable[Arrays], reduce: str = "mean") -> dict[str, np.ndarray]:

@@ -182,7 +182,9 @@ def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 import multiprocessing, time, torch
 from pathlib import Path
 from torch.utils.data import TensorDataset
+from torch.utils.data._utils import worker
 from nestfed import Loaders
+worker.MP_STATUS_CHECK_INTERVAL = 0.2  # torch's 5 s between looks at the parent
 clients = Loaders([TensorDataset(torch.arange(9.0))], 4, num_workers=2, seed=0)
 clients.prepare([(0, t) for t in range(5)])
 clients.sample(0, 0)

@@ -90,7 +90,15 @@ def test_without_notes_the_engine_counts_rows_and_records_no_loss(kind: str) -> 
         assert [r["loss"] for r in history] == [None] * 4
 
 
-@pytest.mark.parametrize("options", [{"mode": "loop"}, {"mode": "vmap"}, {"mode": "vmap", "compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "loop"},
+        {"mode": "vmap"},
+        pytest.param({"mode": "vmap", "compile": True}, marks=pytest.mark.slow),  # compiles four methods
+    ],
+    ids=str,
+)
 def test_without_notes_both_points_of_a_correction_count(options: dict[str, Any]) -> None:
     problem, _, clients = BARE["differentiable"]
     q, once = OPTIONS["q"], CLIENTS * ROWS

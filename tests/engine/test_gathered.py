@@ -109,7 +109,7 @@ def test_engines_agree(tmp_path: Path) -> None:
         torch.testing.assert_close(one, dict(loop.gathered), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled() -> None:
     same(run(compile=True), run(mode="loop"))
 

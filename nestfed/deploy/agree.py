@@ -117,8 +117,8 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
             told[n] = Told.of(answers[n])
         except ValueError as error:
             drop(n, str(error))
-    for n, reasons in _outvoted(told, name).items():
-        drop(n, " ".join(reasons))
+    for n, sentences in _outvoted(told, name).items():
+        drop(n, " ".join(sentences))
     while True:
         there = {n: told[n] for n in sorted(told) if n not in out}
         if len(there) < rules.least:

@@ -39,6 +39,8 @@ class LocalGrid(Grid):
         self.replies: dict[str, Message] = {}
         self.messages: list[tuple[int, Message, Message | None]] = []
         self.away: set[int] = set()
+        self.spoil: Callable[[str, int, Message], Message] = lambda kind, client, reply: reply
+        """(kind, client, reply) → the reply that the coordinator gets."""
 
     def set_run(self, run: Any) -> None: ...
 
@@ -68,6 +70,8 @@ class LocalGrid(Grid):
             reply: Message | None = travelled(self.apps[node](copy, context))
             if self.tamper is not None and reply is not None and message.metadata.message_type == "train":
                 reply = self.tamper(self.configs[node]["client"], int(copy.metadata.group_id), reply)
+            if reply is not None:
+                reply = self.spoil(message.metadata.message_type, self.configs[node]["client"], reply)
             self.messages.append((node, copy, reply))
             if reply is not None:
                 self.replies[names[-1]] = reply

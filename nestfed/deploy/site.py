@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from nestfed.deploy.agree import Agreement
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
 from nestfed.experiment.spec import Experiment
+from nestfed.files import write_atomically
 from nestfed.problems.objective import Labelled
 from nestfed.queries import SCORES, TEST, TRAINING, VALIDATION, Answers, Question, Rows
 from nestfed.queries.scores import LOG_ODDS, LOGITS, RANKING, judged
@@ -87,6 +89,23 @@ def _by_part(
     held = {TEST: _share(prepared.test, n, clients), VALIDATION: _share(prepared.validation, n, clients)}
     found = {TRAINING: make(Held(prepared.x[mine], prepared.y[mine]))}
     return found | {part: make(some) for part, some in held.items() if some is not None and len(some.y)}
+
+
+WITHDRAWN = "withdrawn"
+"""The file in a site's state folder that says that it has withdrawn."""
+
+
+def withdraw(state: Path) -> str:
+    """Mark a site as withdrawn; return what that means."""
+    if not state.is_dir():
+        raise NestfedError(f"{state} is not the state folder of a site: give the one in its node configuration.")
+    write_atomically(
+        state / WITHDRAWN, b"This site has withdrawn from its study. Delete this file to take part again.\n"
+    )
+    return (
+        f"The site answers nothing from now on, except that it has withdrawn. Its earlier contributions stay in the model. "
+        f"Delete {state / WITHDRAWN} to take part again."
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -130,6 +130,8 @@ class Query:
     """Returns the values of the names in the fields' shapes, given the arguments."""
     protect: Callable[..., Arrays] | None = None
     """Replaces the default rule: given the reply and `min_cell`, returns it without cells below `min_cell`."""
+    check: Callable[..., Any] | None = None
+    """Reads a reply, given it and the arguments, and raises a ValueError if it contradicts itself."""
     of_columns: bool = True
     """Whether it describes columns, so that rare values are removed from the rows first."""
     at_model: bool = False
@@ -176,7 +178,7 @@ class Query:
         """Return the largest number of bytes of a reply's arrays."""
         return most_bytes(self.slots(**arguments))
 
-    def invalid(self, reply: Arrays, most_rows: int | None = None) -> str:
+    def invalid(self, reply: Arrays, most_rows: int | None = None, **arguments: Any) -> str:
         """Return what is wrong with the values of a reply, or nothing; `most_rows`: the rows that the site declared."""
         sizes: dict[str, int] = {}
         for name, one in self.declared.items():
@@ -189,6 +191,11 @@ class Query:
                 return f"its {name} holds negative values."
             if one.kind == "count" and ((value < 0).any() or (most_rows is not None and (value > most_rows).any())):
                 return f"its {name} holds counts outside 0 to {'the number of its rows' if most_rows is None else most_rows}."
+        try:
+            if self.check is not None:
+                self.check(reply, **arguments)
+        except ValueError as error:
+            return str(error)
         return ""
 
 
@@ -209,7 +216,7 @@ class Question:
         """Return a site's reply; `x`: the parameters of the model, for a query about its scores."""
         if self.part not in parts:
             raise TooFewError(f"This site has no {self.part} rows.")
-        model = {"x": x} if self.query.at_model else {}
+        model = {"x": x} if self.query.at_model and x is not None else {}
         return self.query(parts[self.part], min_cell, **self.arguments, **model)
 
 

@@ -43,20 +43,6 @@ def _without_rare(reply: Arrays, min_cell: int) -> Arrays:
     }
 
 
-TABLE = Query(
-    "table",
-    "to agree on the columns, their categories and their means",
-    _table,
-    {
-        "schema": Field("the names of the columns, whether they hold numbers or text, and the categories", "text", ("letters",)),
-        "known": Field("for every feature, the number of rows in which it is known", "count", ("features",)),
-        "total": Field("for every feature, its sum; for a category, its number of rows", "sum", ("features",), "known"),
-    },
-    lambda: {"letters": AtMost(LETTERS), "features": AtMost(FEATURES)},
-    protect=_without_rare,
-)  # fmt: skip
-
-
 def sums_of(reply: Arrays) -> Sums:
     """Read a reply to `TABLE`; raise a ValueError if it contradicts itself."""
     try:
@@ -68,6 +54,21 @@ def sums_of(reply: Arrays) -> Sums:
     if (reply["known"] > reply[ROWS]).any():
         raise ValueError("it knows more values than it has rows.")
     return Sums(schema, int(reply[ROWS]), reply["known"], reply["total"])
+
+
+TABLE = Query(
+    "table",
+    "to agree on the columns, their categories and their means",
+    _table,
+    {
+        "schema": Field("the names of the columns, whether they hold numbers or text, and the categories", "text", ("letters",)),
+        "known": Field("for every feature, the number of rows in which it is known", "count", ("features",)),
+        "total": Field("for every feature, its sum; for a category, its number of rows", "sum", ("features",), "known"),
+    },
+    lambda: {"letters": AtMost(LETTERS), "features": AtMost(FEATURES)},
+    protect=_without_rare,
+    check=sums_of,
+)  # fmt: skip
 
 
 def _encoding(schema: Any, mean: np.ndarray) -> TableEncoding:
@@ -112,21 +113,6 @@ def _no_small_class(reply: Arrays, min_cell: int) -> Arrays:
     return {"names": as_text({"names": names, "stated": False}), "counts": found[kept]}
 
 
-CLASSES = Query(
-    "classes",
-    "to agree on the classes and the share of positives",
-    _classes,
-    {
-        "names": Field("the names of the classes", "text", ("letters",)),
-        "counts": Field("the number of rows of each class", "count", ("classes",)),
-        "shape": Field("the size of an example", "index", ("axes",)),
-    },
-    lambda: {"letters": AtMost(LETTERS), "classes": AtMost(MOST_CLASSES), "axes": AtMost(AXES)},
-    protect=_no_small_class,
-    of_columns=False,
-)
-
-
 def classes_of(reply: Arrays) -> tuple[tuple[str, ...], np.ndarray, tuple[int, ...]]:
     """Read a reply to `CLASSES`: names, counts, and the shape of an example; raise a ValueError if it contradicts itself."""
     try:
@@ -138,3 +124,19 @@ def classes_of(reply: Arrays) -> tuple[tuple[str, ...], np.ndarray, tuple[int, .
     if (reply["shape"] < 0).any():
         raise ValueError("its examples have a negative size.")
     return names, reply["counts"], tuple(map(int, reply["shape"]))
+
+
+CLASSES = Query(
+    "classes",
+    "to agree on the classes and the share of positives",
+    _classes,
+    {
+        "names": Field("the names of the classes", "text", ("letters",)),
+        "counts": Field("the number of rows of each class", "count", ("classes",)),
+        "shape": Field("the size of an example", "index", ("axes",)),
+    },
+    lambda: {"letters": AtMost(LETTERS), "classes": AtMost(MOST_CLASSES), "axes": AtMost(AXES)},
+    protect=_no_small_class,
+    check=classes_of,
+    of_columns=False,
+)

@@ -326,7 +326,7 @@ def test_numbers_that_go_wrong_at_a_site(on_nan: str, tmp_path: Path) -> None:
     records = read_record(tmp_path / "run" / "record.jsonl")
     assert [r["participants"] for r in records] == [0, 5, 4, 5, 5]
     bad = [r for node, m, r in shipped(grid, "train") if node == 102 and opened(m).words["round"] == 1]
-    assert [opened(r).words for r in bad] == [{"trouble": "diverged"}]
+    assert [opened(r).words for r in bad] == [{"trouble": "diverged", "site": "clinic-2"}]
 
 
 def test_a_lost_hello_is_repeated(tmp_path: Path) -> None:

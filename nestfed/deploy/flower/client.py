@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 MIN_CELL = 10
 """The default of a site's min-cell."""
-WITHDRAWN = "withdrawn"
-"""The file in a site's state folder that says that it has withdrawn."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +136,16 @@ def _safely(source: Any, message: Message, context: Context, act: Act) -> Messag
             block = act(_site(study_of(source), message, context))
         except _TroubleError as trouble:
             LOG.warning("%s", trouble)
-            block = _trouble(trouble.kind)
+            block = _trouble(trouble.kind, context)
         except DivergedError as error:
             LOG.warning("%s", error)
-            block = _trouble("diverged")
+            block = _trouble("diverged", context)
         except LostStateError as error:
             LOG.warning("%s", error)
-            block = _trouble("lost-state")
+            block = _trouble("lost-state", context)
         except Exception:
             LOG.exception("this site failed.")
-            block = _trouble("failed")
+            block = _trouble("failed", context)
     return Message(content_of(block), reply_to=message)
 
 
@@ -157,8 +155,8 @@ class _TroubleError(NestfedError):
         self.kind = kind
 
 
-def _trouble(kind: str) -> bytes:
-    return pack({"trouble": kind}, {})
+def _trouble(kind: str, context: Context) -> bytes:
+    return pack({"trouble": kind, "site": str(context.node_config.get("site", ""))[:64]}, {})
 
 
 def _site(study: Any, message: Message, context: Context) -> _Site:
@@ -173,6 +171,8 @@ def _site(study: Any, message: Message, context: Context) -> _Site:
         raise _TroubleError(
             "another-experiment", f"this site takes part in experiment {node.pinned}, not in {study.digest()}."
         )
+    from nestfed.deploy.site import WITHDRAWN  # not at the top: it imports all of training
+
     if (node.state / WITHDRAWN).exists():
         raise _TroubleError(
             "withdrawn", f"this site has withdrawn: delete {node.state / WITHDRAWN} to take part again."

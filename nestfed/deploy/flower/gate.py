@@ -45,7 +45,7 @@ def answers_of(
         if one.key in answered_by(packed):
             prefix = f"{one.key}."
             reply = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
-            if sentence := one.query.invalid(reply, most_rows.get(one.part)):
+            if sentence := one.query.invalid(reply, most_rows.get(one.part), **one.arguments):
                 raise RejectedError(sentence)
             found[one.key] = reply
     return found

@@ -210,10 +210,11 @@ class Roster:
             self.since.pop(node, None)  # the next poll sends a hello again if it is still connected
             self.log(f"site {self.name(node)} did not answer a hello: {answer.error}", INFO)
             return
+        if answer.packed is not None:
+            self.names[node] = str(answer.packed.words.get("site", ""))[:64]
         try:
             words = self.opened(answer).words
-            n, name = words.get("client"), str(words.get("site", ""))[:64]
-            self.names[node] = name
+            n, name = words.get("client"), self.name(node)
             if type(n) is not int or not 0 <= n < self.setup.sites:
                 raise RejectedError(f"its client number is {n}, but must be 0 to {self.setup.sites - 1}.")
             if (other := self.nodes().get(n)) not in (None, node):

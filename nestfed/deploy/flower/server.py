@@ -134,7 +134,14 @@ class Coordinator:
             if (node := roster.nodes().get(n)) is not None:
                 roster.reject(node, sentence)
 
-        return agree.agree(flower.ask_all, rules, roster.called, reject)
+        found = agree.agree(flower.ask_all, rules, roster.called, reject)
+        if study.problem.binary and not 0 < found.p < 1:
+            raise NestfedError(
+                f"{study.problem.name} needs positive and negative rows, but all sites together tell of "
+                f"{found.totals.positives} positives in {found.totals.rows} training rows. A site does not tell of fewer than "
+                "its min-cell."
+            )
+        return found
 
     def _check_rows(self) -> None:
         """Reject a study that needs rows which no site has, or may tell of."""

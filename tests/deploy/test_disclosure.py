@@ -291,3 +291,69 @@ def test_too_few_sites_are_left_after_a_withdrawal(tmp_path: Path) -> None:
 def test_withdraw_needs_a_state_folder(tmp_path: Path) -> None:
     with pytest.raises(NestfedError, match="is not the state folder of a site"):
         withdraw(tmp_path / "nowhere")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# One dishonest site, and a robust reduction
+
+
+@pytest.mark.parametrize("reduce", ["mean", "median", "trimmed:0.25"])
+def test_one_site_cannot_spoil_the_statistics_of_a_robust_study(reduce: str, tmp_path: Path) -> None:
+    """It tells of sums of 1e15 and of perfect scores. With the mean, the scale is ruined; with a robust reduction it is not."""
+
+    def lie(kind: str, client: int, reply: Message) -> Message:
+        if client != 2 or kind == HELLO or "trouble" in opened(reply).words:
+            return reply
+        if f"{TABLE}.total" in opened(reply).header:
+            return swollen(reply, f"{TABLE}.total", 1e15)
+        return (
+            swollen(reply, "squares.training.squares", 1e30)
+            if "squares.training.squares" in opened(reply).header
+            else reply
+        )
+
+    experiment = study(rounds=8, exchange={"reduce": reduce}, evaluation={"every": 8})
+    found = {}
+    for folder, spoil in ((tmp_path / "honest", None), (tmp_path / "lying", lie)):
+        grid = at_clinics(folder, experiment)
+        grid.spoil = spoil or grid.spoil
+        coordinate(experiment, folder, grid, sites=5)
+        plan, _ = read_plan(folder / "run" / "plan.safetensors")  # type: ignore[misc]
+        found[folder.name] = (
+            plan.encoding.mean,
+            plan.encoding.deviation,
+            read_record(folder / "run" / "record.jsonl")[-1],
+        )
+    (mean, deviation, honest), (other_mean, other_deviation, lying) = found.values()
+    if reduce == "mean":
+        assert other_mean.max() > 1e10
+        assert lying["auroc"] < honest["auroc"] - 0.1
+    else:
+        np.testing.assert_allclose(other_mean[:2], mean[:2], rtol=0.05)
+        np.testing.assert_allclose(other_deviation[:2], deviation[:2], rtol=0.2)
+        assert lying["auroc"] == pytest.approx(honest["auroc"], abs=0.03)
+
+
+def test_the_best_model_does_not_follow_one_sites_word(tmp_path: Path) -> None:
+    """A site that praises the start and condemns the rest: pooled, the start wins; with medians, it does not."""
+    kept = {}
+    for reduce in ("mean", "median"):
+
+        def lie(kind: str, client: int, reply: Message) -> Message:
+            packed = opened(reply)
+            if client != 2 or "scores.validation.sums" not in packed.header:
+                return reply
+            praise = packed.words["group"] == "1"  # the first round evaluates the start
+            return swollen(reply, "scores.validation.sums", 0.0 if praise else 1e9)
+
+        experiment = study(
+            rounds=4, algorithm={"name": "fedavg", "eta": 0.3}, problem={"name": "classify", "batch": 10},
+            exchange={"reduce": reduce}, evaluation={"keep": "best", "metric": "log_loss"},
+        )  # fmt: skip
+        grid = at_clinics(tmp_path / reduce, experiment)
+        grid.spoil = lie
+        coordinate(experiment, tmp_path / reduce, grid, sites=5)
+        records = read_record(tmp_path / reduce / "run" / "record.jsonl")
+        kept[reduce] = min(range(5), key=lambda r: records[r]["val_log_loss"])
+    assert kept["mean"] == 0
+    assert kept["median"] > 0

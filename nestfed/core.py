@@ -846,6 +846,8 @@ class Algorithm(ABC, Generic[P, S]):
     """
     weighs: ClassVar[bool] = False
     """Clients weight their own moves, so uploads must be averaged with equal weights."""
+    nonnegative: ClassVar[tuple[str, ...]] = ()
+    """Shared fields that cannot be negative, such as second moments. Noise or rounding may push a mean below 0; it becomes 0."""
     single: ClassVar[bool] = False
     """Defined for one client only."""
     point: ClassVar[str] = "x"

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce, wraps
 from operator import add
-from typing import Any, Protocol
 from statistics import fmean
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt

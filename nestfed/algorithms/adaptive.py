@@ -220,6 +220,7 @@ class FAFED(Algorithm[Differentiable, Preconditioned]):
     name = "fafed"
     accepts = Differentiable
     shared = ("x", "m", "v")
+    nonnegative = ("v",)
     private = ("last",)
     cites = (WU_2023_FAFED,)
     evaluations = 2

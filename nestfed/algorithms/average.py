@@ -104,6 +104,7 @@ class FedNova(Algorithm[Differentiable, Travelled]):
     name = "fednova"
     accepts = Differentiable
     shared = ("x", "length")
+    nonnegative = ("length",)
     cites = (WANG_2020,)
     sizes: ClassVar[Mapping[str, str]] = {"length": "one number"}
 

@@ -104,6 +104,7 @@ class AdaFCSGM(Algorithm[Differentiable, AdaptiveMomentum]):
     name = "ada-fcsg-m"
     accepts = Differentiable
     shared = ("x", "u", "v")
+    nonnegative = ("v",)
     family = "conditional"
     cites = (WU_2023_FCSG, WU_2023_FAFED)
     steps = ("alpha",)

@@ -429,6 +429,7 @@ class AdaFMGDA(_Recursive, Algorithm[Saddle, AdaptivePlayers]):
     name = "ada-fmgda"
     accepts = Saddle
     shared = ("theta", "w", "u", "v", "square_theta", "square_w")
+    nonnegative = ("square_theta", "square_w")
     private = ("last_theta", "last_w")
     point = "theta"
     points = ("theta", "w")

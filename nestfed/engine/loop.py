@@ -48,6 +48,13 @@ class Plan:
     pool: Callable[[Mapping[int, Answers]], Mapping[str, float]] | None = None
     """Turns the clients' answers into metrics."""
 
+    def __post_init__(self) -> None:
+        if self.rules.noise is not None and self.evaluation.keep == "best":
+            raise NestfedError(
+                "evaluation.keep = 'best' would choose by metrics without noise, so exchange.privacy would be a false promise: "
+                "set keep = 'last' or 'uniform'."
+            )
+
     def tap(self) -> int:
         """Return the iteration whose averaged point is returned, drawn uniformly; −1 unless keep = "uniform"."""
         if self.evaluation.keep != "uniform":

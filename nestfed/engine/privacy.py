@@ -75,29 +75,33 @@ class Noise:
             if self.rate >= 1
             else f"each client in each round with probability {self.rate:g}, by draws that stay secret"
         )
-        value = epsilon(self.multiplier, self.rate, rounds, self.delta)
+        rdp, pld = (epsilon(self.multiplier, self.rate, rounds, self.delta, kind) for kind in ("rdp", "pld"))
         return (
-            f"Privacy: ε = {value:.4g} at δ = {self.delta:.3g} for what the server publishes in {rounds} rounds; the unit is "
+            f"Privacy: ε = {rdp:.4g} (RDP accountant; {pld:.4g} by the tighter PLD accountant) at δ = {self.delta:.3g} for what the server publishes in {rounds} rounds; the unit is "
             f"one client with all its examples (added or removed); {sampling}; changes clipped to {self.clip:g} and noise of "
-            f"{self.multiplier:g} times that on the sum, over the fields {', '.join(names)} jointly; RDP accountant of "
+            f"{self.multiplier:g} times that on the sum, over the fields {', '.join(names)} jointly; accountants of "
             "dp-accounting; the server is trusted with single uploads, and metrics must come from public data."
         )
 
 
-def epsilon(noise: float, rate: float, rounds: int, delta: float) -> float:
-    """Return ε after a number of rounds of the Gaussian mechanism on a Poisson sample of the clients."""
+def epsilon(noise: float, rate: float, rounds: int, delta: float, accountant: str = "rdp") -> float:
+    """Return ε after a number of rounds of the Gaussian mechanism on a Poisson sample of the clients.
+
+    accountant: rdp (Rényi divergences), or pld (privacy loss distributions), which is tighter.
+    """
     if rounds == 0:
         return 0.0
     try:
-        library, rdp = import_module("dp_accounting"), import_module("dp_accounting.rdp")
+        library = import_module("dp_accounting")
+        rdp, pld = import_module("dp_accounting.rdp"), import_module("dp_accounting.pld")
     except ImportError as error:
         raise NestfedError("exchange.privacy needs an accountant: pip install 'nestfed[privacy]'.") from error
     event = library.GaussianDpEvent(noise)
     sampled = event if rate >= 1 else library.PoissonSampledDpEvent(rate, event)
-    accountant = rdp.RdpAccountant()
+    counting = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
     with _quiet():
-        accountant.compose(sampled, rounds)
-        found = float(accountant.get_epsilon(delta))
+        counting.compose(sampled, rounds)
+        found = float(counting.get_epsilon(delta))
     return found if math.isfinite(found) else float("inf")
 
 

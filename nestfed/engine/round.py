@@ -330,6 +330,7 @@ def close_round(rules: Rules, state: RunState, order: Order, reply: Reply) -> Re
     if count or rules.noise:  # add noise even if nobody answered; otherwise its absence would reveal that
         mean = _reduced(rules, state, reply)
         tapped = mean.pop(TAP, None)
+        mean |= {k: mean[k].clamp_min(0) for k in method.nonnegative}
         drift = None  # defined only for the mean
         if rules.exchange.reduction.plain:
             spread = mean[method.point] - state.shared[method.point]

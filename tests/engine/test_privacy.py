@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from scipy.stats import norm
 from torch import Tensor
 
 from nestfed import Examples, Minimize
+from nestfed import simulate as run_public
 from nestfed.algorithms import FedAvg, build
 from nestfed.core import NestfedError
-from nestfed.engine.options import Exchange, Gaussian
+from nestfed.engine.options import Evaluation, Exchange, Gaussian
 from nestfed.engine.privacy import Noise, epsilon
-from tests.methods import run_some
+from tests.methods import Q, method, run_some, setting
 from tests.support import close, simulate
 
 pytest.importorskip("dp_accounting", reason="the accountant is an extra: pip install 'nestfed[privacy]'")
@@ -147,6 +149,63 @@ def test_one_client_changes_the_published_sum_by_no_more_than_the_clip() -> None
         assert float((published(changed) - first).norm()) * 10 <= 2 * 0.5 + 1e-4
 
 
+# --- the tighter accountant, states that cannot be negative, choices ---
+
+
+def exact_epsilon(noise: float, rounds: int, delta: float) -> float:
+    """ε of `rounds` Gaussian mechanisms without sampling, in closed form (Balle & Wang 2018, Theorem 8)."""
+    from scipy.optimize import brentq
+
+    sigma = noise / np.sqrt(rounds)
+
+    def excess(e: float) -> float:
+        return float(norm.cdf(0.5 / sigma - e * sigma) - np.exp(e) * norm.cdf(-0.5 / sigma - e * sigma) - delta)
+
+    return float(brentq(excess, 0, 200))
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (2.0, 10), (5.0, 100)])
+def test_the_pld_accountant_is_exact_without_sampling(noise: float, rounds: int) -> None:
+    exact = exact_epsilon(noise, rounds, 1e-5)
+    tight, loose = (epsilon(noise, 1.0, rounds, 1e-5, kind) for kind in ("pld", "rdp"))
+    assert tight == pytest.approx(exact, rel=1e-3)
+    assert tight < loose
+
+
+def test_the_documented_example() -> None:
+    """500 clients, each with probability 0.1, noise 1.0, 100 rounds: 7.90 by RDP, 7.05 by PLD."""
+    assert epsilon(1.0, 0.1, 100, 1e-5) == pytest.approx(7.904, abs=5e-4)
+    assert epsilon(1.0, 0.1, 100, 1e-5, "pld") == pytest.approx(7.05, abs=5e-3)
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("clip", [0.1, 1.0])
+@pytest.mark.parametrize(
+    ("name", "scalar"), [("fafed", False), ("fafed", True), ("ada-fcsg-m", None), ("ada-fmgda", None)]
+)
+def test_states_that_cannot_be_negative_survive_noise(
+    name: str, scalar: bool | None, clip: float, noise: float
+) -> None:
+    """FAFED once stopped in round 2: noise made its second moment negative, and the error blamed the step size."""
+    s, made = setting(name), method(name)
+    if scalar is not None:
+        made = replace(made, norm=scalar)
+    exchange = Exchange(privacy=Gaussian(clip=clip, noise=noise))
+    result = run_public(s.problem, made, s.clients, rounds=8, q=Q, seed=0, exchange=exchange, progress=False)
+    assert torch.isfinite(result.x).all()
+    assert all((result.shared[k] >= 0).all() for k in made.nonnegative)
+
+
+def test_choosing_by_metrics_without_noise_is_rejected() -> None:
+    s = setting("fedavg")
+    with pytest.raises(NestfedError, match=r"evaluation\.keep = 'best' would choose by metrics without noise"):
+        run_public(
+            s.problem, method("fedavg"), s.clients, rounds=2, q=1, seed=0, evaluate=lambda model: {"loss": 0.0},
+            exchange=Exchange(privacy=Gaussian(clip=1.0, noise=1.0)),
+            evaluation=Evaluation(keep="best", metric="log_loss"), progress=False,
+        )  # fmt: skip
+
+
 # --- words ---
 
 
@@ -154,7 +213,8 @@ def test_the_statement_says_what_it_rests_on() -> None:
     blur = Noise.plan(Exchange(share=0.1, privacy=Gaussian(clip=0.5, noise=2.0)), 100)
     assert blur is not None
     text = blur.statement(50, ("x", "u"))
-    assert f"ε = {epsilon(2.0, 0.1, 50, 1e-5):.4g} at δ = 1e-05" in text
+    rdp, pld = (epsilon(2.0, 0.1, 50, 1e-5, kind) for kind in ("rdp", "pld"))
+    assert f"ε = {rdp:.4g} (RDP accountant; {pld:.4g} by the tighter PLD accountant) at δ = 1e-05" in text
     for words in ("50 rounds", "one client with all its examples", "probability 0.1", "x, u jointly", "clipped to 0.5"):
         assert words in text
 

@@ -109,7 +109,7 @@ def simulated(settings: Settings) -> Values:
         "records": records(result.history),
     }
     if s["noise"]:
-        values["epsilon"] = float(re.search(r"ε = ([\d.e+-]+|inf) at", result.privacy)[1])  # type: ignore[index]
+        values["epsilon"] = float(re.search(r"ε = ([\d.e+-]+|inf) ", result.privacy)[1])  # type: ignore[index]
     if s["sick"]:
         values["warnings"] = len(caught)
     return values

@@ -1,0 +1,232 @@
+"""The cells of time that all sites share, agreed by queries, and the pooled numbers of events in them.
+
+Times move down: a row whose time lies in a cell counts as if its time were the cell's start. With the distinct event times
+as starts, every method for risk sets gives exactly the result of the pooled rows. A site that sets `min_cell` keeps its
+times. Then the cells are coarser, and equal for all sites; `agree` says what that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nestfed.core import NestfedError
+from nestfed.queries.base import ROWS, TRAINING, Arrays, Ask, AtMost, Field, Query, Rows, pooled
+from nestfed.queries.guard import complete, guarded, least, nothing
+
+MOST_TIMES = 20_000
+"""With more distinct times than this, cells are quantiles."""
+MANY, LEVELS = 1024, 6
+"""The cells where there are too many distinct times; the finest cells under a disclosure rule are 2**LEVELS."""
+PUBLIC = 2.0 ** np.arange(-10, 32.01, 0.25)
+"""Cells that need no agreement, from which quantiles are computed under a disclosure rule."""
+KEPT = 0.9
+"""The share of the events that coarser cells must keep, of those that the coarsest cells keep."""
+
+
+def split(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Return times and events of the rows; reject targets that are not pairs of them."""
+    y = np.asarray(rows.y, np.float64)
+    if y.ndim != 2 or y.shape[1] != 2:
+        raise NestfedError(f"A survival target has two columns, time and event; this one has shape {y.shape}.")
+    time, event = y.T
+    if not (np.isfinite(time).all() and (time >= 0).all() and np.isin(event, (0, 1)).all()):
+        raise NestfedError("Times must be finite and from 0; events must be 0 (censored) or 1.")
+    return time, event.astype(bool)
+
+
+def cells_of(time: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the cell of every time; −1 before the first."""
+    return np.searchsorted(starts, time, side="right") - 1
+
+
+def counts(rows: Rows, starts: Any) -> dict[str, np.ndarray]:
+    """Return the numbers of events and of other rows in every cell; rows before the first cell are not counted."""
+    time, event = split(rows)
+    cell, size = cells_of(time, np.asarray(starts, np.float64)), len(starts)
+    return {
+        "events": np.bincount(cell[event & (cell >= 0)], minlength=size),
+        "others": np.bincount(cell[~event & (cell >= 0)], minlength=size),
+    }
+
+
+# --------------------------------------------------------------------------------------------- at a site
+
+
+def by_event(rows: Rows, min_cell: int, **_: Any) -> Rows:
+    """Return the rows to use where sums describe events and other rows."""
+    return guarded(rows, min_cell, split(rows)[1].astype(np.int64))
+
+
+def by_cell(rows: Rows, min_cell: int, starts: Any, **_: Any) -> Rows:
+    """Return the rows to use where sums describe the events and the other rows of every cell of time; all or none."""
+    rows = by_event(rows, min_cell)
+    if not len(rows):
+        return rows
+    return nothing(rows) if least(_atoms(rows, np.asarray(starts)), complete(rows)) < min_cell else rows
+
+
+def _atoms(rows: Rows, starts: np.ndarray) -> np.ndarray:
+    time, event = split(rows)
+    return 2 * (cells_of(time, starts) + 1) + event
+
+
+def _times(rows: Rows, every: bool, most: int) -> Arrays:
+    time, event = split(rows)
+    distinct = np.unique(time if every else time[event])
+    withheld = len(distinct) > most
+    return {"times": distinct[:0] if withheld else distinct, "withheld": np.array(int(withheld))}
+
+
+def _keep_times(reply: Arrays, min_cell: int) -> Arrays:
+    """Send no times under a disclosure rule: each belongs to single rows."""
+    return {**reply, "times": reply["times"][:0], "withheld": np.array(2, "<i8")}
+
+
+def _rounded(reply: Arrays, min_cell: int) -> Arrays:
+    """Round counts down to multiples of `min_cell`, so that differences of replies describe no small cell."""
+    return {**reply, "events": reply["events"] // min_cell * min_cell}
+
+
+def _histogram(rows: Rows, starts: Any) -> Arrays:
+    return {"events": counts(rows, starts)["events"]}
+
+
+def _levels(rows: Rows, starts: Any, levels: int) -> Arrays:
+    """Return the smallest cell at every level; level k joins the finest cells by 2**(levels − k)."""
+    time, event = split(rows)
+    x, starts = complete(rows), np.asarray(starts, np.float64)
+    smallest = [least(_atoms(rows, starts[:: 2 ** (levels - k)]), x) for k in range(levels + 1)]
+    varies = np.ptp(x, axis=0) > 0 if len(x) else np.zeros(x.shape[1])
+    return {"used": len(time), "events": int(event.sum()), "smallest": smallest, "varies": varies}
+
+
+TIMES = Query(
+    "event-times",
+    "agrees on the times at which risk sets are compared",
+    _times,
+    {
+        "times": Field("the distinct times of its events, or of all rows; none under a disclosure rule", "sum", ("times",)),
+        "withheld": Field("0: all times sent, 1: too many, 2: its disclosure rule forbids it", "index"),
+    },
+    sizes=lambda every, most: {"times": AtMost(most)},
+    protect=_keep_times,
+)
+HISTOGRAM = Query(
+    "event-histogram",
+    "finds cells of time that hold about equally many events",
+    _histogram,
+    {"events": Field("the number of events in every cell of time, rounded down to multiples of min_cell", "count", ("cells",))},
+    sizes=lambda starts: {"cells": len(starts)},
+    protect=_rounded,
+)
+CELLS = Query(
+    "survival-cells",
+    "finds how fine the common cells of time may be",
+    _levels,
+    {
+        "used": Field("the number of rows that it may describe at all", "count"),
+        "events": Field("the number of their events", "count"),
+        "smallest": Field("for coarser and finer cells of time, the rows in the smallest one", "count", ("levels",)),
+        "varies": Field("for every model input, whether it has more than one value", "index", ("inputs",)),
+    },
+    sizes=lambda starts, levels: {"levels": levels + 1, "inputs": AtMost(1_000_000)},
+    prepare=by_event,
+)
+
+# ---------------------------------------------------------------------------------------- over all sites
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The starts of the common cells of time, and which sites can use them."""
+
+    starts: np.ndarray
+    exact: bool
+    """Whether the cells are the distinct times themselves."""
+    left_out: tuple[int, ...] = ()
+    """The numbers of the sites that may not describe these cells."""
+    notes: tuple[str, ...] = ()
+    """What the disclosure rules of sites cost, in sentences."""
+
+
+def agree(ask: Ask, *, cells: int | None = None, every: bool = False, part: str = TRAINING) -> Grid:
+    """Return the common cells of time: the distinct event times of all sites if they may be sent, else coarser ones.
+
+    - `cells`: this many quantiles of the event times in place of the distinct times.
+    - `every`: use the times of censored rows as well, as the censoring distribution needs.
+    """
+    if cells is not None and cells < 1:
+        raise NestfedError(f"cells must be at least 1, not {cells}.")
+    replies = ask(TIMES, part=part, every=every, most=MOST_TIMES)
+    withheld = max((int(reply["withheld"]) for reply in replies.values()), default=0)
+    times = np.unique(np.concatenate([np.zeros(0), *(reply["times"] for reply in replies.values())]))
+    if withheld < 2:
+        return _open(ask, times, MANY if withheld or len(times) > MOST_TIMES else None, cells, part)
+    return _coarse(ask, part)
+
+
+def _open(ask: Ask, times: np.ndarray, forced: int | None, cells: int | None, part: str) -> Grid:
+    """Return cells where every site may send its times."""
+    if forced is None and not len(times):
+        raise NestfedError("No site has an event: there is nothing to learn from.")
+    wanted = cells or forced
+    if wanted is None or (len(times) and len(times) <= wanted):
+        return Grid(times, exact=True)
+    events = pooled(ask(HISTOGRAM, part=part, starts=PUBLIC if forced else times).values())["events"]
+    starts = _quantiles(PUBLIC if forced else times, events, wanted)
+    return Grid(starts, exact=False, notes=(f"Times were joined to {len(starts)} cells: coefficients are approximate.",))
+
+
+def _quantiles(edges: np.ndarray, events: np.ndarray, wanted: int) -> np.ndarray:
+    """Return starts of cells with about equally many events; the first cell starts at 0 or at the first edge."""
+    total = events.sum()
+    if not total:
+        return np.array([0.0])
+    before = np.cumsum(events) - events
+    first = np.searchsorted(before, total * np.arange(1, wanted) / wanted)
+    return np.unique(np.concatenate([[min(0.0, edges[0])], edges[np.minimum(first, len(edges) - 1)]]))
+
+
+def _coarse(ask: Ask, part: str) -> Grid:
+    """Return cells that sites with a disclosure rule may describe, and what they cost."""
+    events = pooled(ask(HISTOGRAM, part=part, starts=PUBLIC).values())["events"]
+    finest = _quantiles(PUBLIC, events, 2**LEVELS)
+    # Nested cells need a power of two; repeated quantiles were removed.
+    levels = int(np.log2(len(finest)))
+    finest = finest[np.linspace(0, len(finest) - 1, 2**levels).round().astype(int)]
+    replies = ask(CELLS, part=part, starts=finest, levels=levels)
+    able = {n: max([k for k in range(levels + 1) if reply["smallest"][k] > 0], default=-1) for n, reply in replies.items()}
+    if not sum(int(reply["events"]) for reply in replies.values()):
+        raise NestfedError(
+            "No site may describe its events under its min_cell: the study needs sites with more events, or a smaller min_cell."
+        )
+    kept = [sum(int(replies[n]["events"]) for n, most in able.items() if most >= k) for k in range(levels + 1)]
+    level = max(k for k in range(levels + 1) if kept[k] >= KEPT * kept[0])
+    if not kept[level]:
+        raise NestfedError(
+            "No site may describe a single cell of time under its min_cell: use the stratified model, whose risk sets stay "
+            "at the sites."
+        )
+    left = tuple(n for n, most in able.items() if most < level)
+    rows = sum(int(replies[n][ROWS]) for n in left)
+    total = sum(int(reply[ROWS]) for reply in replies.values())
+    starts = finest[:: 2 ** (levels - level)]
+    return Grid(starts, False, left, (_cost(len(starts), len(left), len(replies), rows, total),))
+
+
+def _cost(cells: int, left: int, sites: int, rows: int, total: int) -> str:
+    many = "one cell" if cells == 1 else f"{cells} cells"
+    return (
+        f"The sites' min_cell allows {many} of time; {left} of {sites} sites, with {rows:,} of {total:,} rows, contribute "
+        "nothing. Coefficients are approximate: the stratified model is exact under min_cell, because its risk sets stay at "
+        "the sites."
+    )
+
+
+def event_totals(replies: Mapping[int, Arrays]) -> np.ndarray:
+    """Return the events of all sites by cell."""
+    return np.asarray(pooled(replies.values())["events"])

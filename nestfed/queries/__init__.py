@@ -22,6 +22,25 @@ from nestfed.queries.base import (
 )
 
 QUERIES: Registry[Query] = Registry("query")
+for _name, _place in {
+    "regression-facts": "newton:FACTS",
+    "regression-sums": "newton:SUMS",
+    "regression-outer": "newton:OUTER",
+    "regression-within": "newton:WITHIN",
+    "survival-facts": "cox:FACTS",
+    "cox-risk": "cox:RISK",
+    "cox-moments": "cox:MOMENTS",
+    "cox-outer": "cox:OUTER",
+    "cox-stratified": "cox:OWN",
+    "event-times": "times:TIMES",
+    "event-histogram": "times:HISTOGRAM",
+    "survival-cells": "times:CELLS",
+    "life-table": "survival:LIFE",
+    "concordance-within": "survival:PAIRS",
+    "concordance-histogram": "survival:SCORED",
+    "brier": "survival:BRIER",
+}.items():
+    QUERIES.add(_name, f"nestfed.queries.{_place}")
 
 __all__ = [
     "PARTS", "QUERIES", "ROWS", "TEST", "TRAINING", "VALIDATION", "Arrays", "Ask", "AtMost", "Field", "Query", "Rows",

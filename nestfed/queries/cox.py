@@ -18,9 +18,9 @@ import numpy as np
 
 from nestfed.core import NestfedError
 from nestfed.queries.base import ROWS, TRAINING, VALIDATION, Arrays, Ask, AtMost, Field, Query, Rows, pooled
-from nestfed.queries.guard import complete, persons
+from nestfed.queries.guard import arrays, complete, persons
 from nestfed.queries.newton import Path, choose_ridge
-from nestfed.queries.solve import Fit, Minimum, Sums, covariances, newton, not_identified
+from nestfed.queries.solve import Fit, Minimum, Sums, constant_columns, covariances, newton, not_identified
 from nestfed.queries.times import Grid, agree, by_cell, by_event, cells_of, counts, split
 
 Ties = Literal["efron", "breslow"]
@@ -227,7 +227,9 @@ MOMENTS = Query(
     "takes a Newton step of a Cox regression over all sites",
     _moments,
     {
-        "first": Field("the sum of e^(linear predictor) · inputs over the rows at risk in every cell", shape=("cells", "inputs")),
+        "first": Field(
+            "the sum of e^(linear predictor) · inputs over the rows at risk in every cell", shape=("cells", "inputs")
+        ),
         "first_events": Field("the same sum over the events of every cell", shape=("cells", "inputs")),
         "second": Field("the weighted sum over all rows of the products of their inputs", shape=("inputs", "inputs")),
     },
@@ -239,7 +241,9 @@ OUTER = Query(
     "computes robust standard errors of a Cox regression",
     _outer,
     {
-        "outer": Field("the sum over persons (or rows) of the products of their score residuals", shape=("inputs", "inputs")),
+        "outer": Field(
+            "the sum over persons (or rows) of the products of their score residuals", shape=("inputs", "inputs")
+        ),
         "total": Field("the sum of the score residuals", shape=("inputs",)),
     },
     sizes=_sizes,
@@ -255,7 +259,9 @@ OWN = Query(
         "gradient": Field("its derivatives by the coefficients", shape=("inputs",), over="events"),
         "hessian": Field("its second derivatives", shape=("inputs", "inputs"), over="events"),
         "outer": Field(
-            "the sum over persons (or rows) of the products of their score residuals", shape=("inputs", "inputs"), over="events"
+            "the sum over persons (or rows) of the products of their score residuals",
+            shape=("inputs", "inputs"),
+            over="events",
         ),
     },
     sizes=_sizes,
@@ -266,7 +272,7 @@ OWN = Query(
 def _facts(rows: Rows) -> Arrays:
     x, (_, event) = complete(rows), split(rows)
     varies = np.ptp(x, axis=0) > 0 if len(x) else np.zeros(x.shape[1])
-    return {"used": len(x), "events": int(event.sum()), "varies": varies}
+    return arrays(used=len(x), events=event.sum(), varies=varies)
 
 
 FACTS = Query(
@@ -429,7 +435,8 @@ def cox(
     found = newton(sums, penalty, start, every)
     outer = sums.outer(found.x) if robust and not free else (None, None)
     fit = _fit(names, found, covariances(found, *outer), ridge, baseline, sums.replies)
-    return replace(fit, notes=grid.notes + not_identified(found, every) + fit.notes, model=_MODELS[baseline])
+    notes = grid.notes + not_identified(found, every)
+    return replace(fit, notes=notes, constant=constant_columns(facts, names))
 
 
 _MODELS = {
@@ -519,13 +526,15 @@ def _stratified_fit(
     found = newton(sums, np.full(len(names), ridge), start, names)
     by_row = pooled(sums.replies.values())["outer"] if robust else None
     each = np.stack([reply["gradient"] for reply in sums.replies.values()])
-    fit = _fit(names, found, covariances(found, by_row, each.T @ each if robust else None), ridge, "stratified", sums.replies)
+    fit = _fit(
+        names, found, covariances(found, by_row, each.T @ each if robust else None), ridge, "stratified", sums.replies
+    )
     lost = [n for n, reply in facts.items() if int(reply[ROWS]) and not int(reply["used"])]
     notes = not_identified(found, names)
     if lost:
         rows = sum(int(facts[n][ROWS]) for n in lost)
         notes += (f"{len(lost)} of {len(facts)} sites, with {rows:,} rows, have fewer events than their min_cell.",)
-    return replace(fit, notes=notes)
+    return replace(fit, notes=notes, constant=constant_columns(facts, names))
 
 
 def cox_path(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,11 @@ def complete(rows: Rows) -> np.ndarray:
     if x.ndim != 2 or not np.isfinite(x).all():
         raise NestfedError("Exact regression needs a table of model inputs without missing values.")
     return x
+
+
+def arrays(**values: Any) -> dict[str, np.ndarray]:
+    """Return values as the arrays of a reply."""
+    return {name: np.asarray(value) for name, value in values.items()}
 
 
 def nothing(rows: Rows) -> Rows:

@@ -17,8 +17,8 @@ import numpy as np
 
 from nestfed.core import NestfedError
 from nestfed.queries.base import ROWS, TRAINING, VALIDATION, Arrays, Ask, AtMost, Field, Query, Rows, pooled
-from nestfed.queries.guard import complete, guarded, persons
-from nestfed.queries.solve import Fit, Minimum, Sums, covariances, newton, not_identified
+from nestfed.queries.guard import arrays, complete, guarded, persons
+from nestfed.queries.solve import Fit, Minimum, Sums, constant_columns, covariances, newton, not_identified
 
 Family = Literal["logistic", "linear"]
 INTERCEPT = "(intercept)"
@@ -86,7 +86,7 @@ def _within(rows: Rows, family: Family, coef: Any) -> Arrays:
     offset, y = x @ coef, np.asarray(rows.y, np.float64)
     p = len(coef)
     if not len(y) or (family == "logistic" and y.min() == y.max()):
-        return {"used": 0, "loss": 0.0, "gradient": np.zeros(p), "hessian": np.zeros((p, p)), "outer": np.zeros((p, p))}
+        return arrays(used=0, loss=0.0, gradient=np.zeros(p), hessian=np.zeros((p, p)), outer=np.zeros((p, p)))
     intercept = _own_intercept(family, offset, y)
     one = np.array([[1.0]])
     loss, slope, curved = _residuals(family, (offset + intercept)[:, None], y, one)
@@ -125,7 +125,7 @@ def _own_intercept(family: Family, offset: np.ndarray, y: np.ndarray) -> float:
 def _facts(rows: Rows, classes: int) -> Arrays:
     x = complete(rows)
     counts = np.bincount(np.asarray(rows.y, np.int64), minlength=classes) if classes else np.zeros(0)
-    return {"used": len(x), "classes": counts, "varies": (np.ptp(x, axis=0) > 0 if len(x) else np.zeros(x.shape[1]))}
+    return arrays(used=len(x), classes=counts, varies=np.ptp(x, axis=0) > 0 if len(x) else np.zeros(x.shape[1]))
 
 
 # ------------------------------------------------------------------------------------- the declarations
@@ -262,6 +262,7 @@ def regression(
         ridge,
         float(max(free, 1)) if family == "linear" else np.inf,
         tuple(n for n in sums.replies if n not in used),
+        constant_columns(facts, names),
         notes + not_identified(found, every),
     )
 
@@ -288,7 +289,9 @@ def _preflight(facts: Mapping[int, Arrays], family: Family, names: Sequence[str]
         )
     if family == "logistic" and (total["classes"] == 0).any():
         absent = ", ".join(map(str, np.flatnonzero(total["classes"] == 0)))
-        raise NestfedError(f"No site has rows of class {absent} that it may describe: expected rows of all {classes} classes.")
+        raise NestfedError(
+            f"No site has rows of class {absent} that it may describe: expected rows of all {classes} classes."
+        )
     lost = [n for n, reply in facts.items() if int(reply[ROWS]) and not int(reply["used"])]
     if not lost:
         return ()
@@ -319,6 +322,17 @@ def _log_likelihood(family: Family, loss: float, rows: int) -> float:
     return -rows / 2 * (np.log(2 * np.pi * 2 * loss / rows) + 1) if loss > 0 else np.inf
 
 
+def common_intercept(ask: Ask, family: Family, coef: np.ndarray, part: str = TRAINING) -> np.ndarray:
+    """Return the intercept that fits all sites best at given coefficients, (1,), for predictions without a site."""
+
+    def sums(x: np.ndarray) -> Sums:
+        replies = ask(SUMS, part=part, family=family, coef=np.concatenate([x, coef])[None])
+        total = pooled(replies.values())
+        return Sums(float(total["loss"]), total["gradient"][:1], total["hessian"][:1, :1])
+
+    return newton(sums, np.zeros(1), names=(INTERCEPT,)).x
+
+
 # ---------------------------------------------------------------------------------------- ridge by validation
 
 
@@ -335,7 +349,9 @@ class Path:
         return max(r for r, loss in zip(self.ridges, self.losses) if loss == min(self.losses))
 
 
-def choose_ridge(fit: Callable[..., Fit], judge: Callable[[Fit], float], rows: int, ridges: Sequence[float] = ()) -> Path:
+def choose_ridge(
+    fit: Callable[..., Fit], judge: Callable[[Fit], float], rows: int, ridges: Sequence[float] = ()
+) -> Path:
     """Return the validation loss along a path of penalties, each fit started from the one before.
 
     - `fit`: fits with the keywords `ridge` and `start`.

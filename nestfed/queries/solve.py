@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from scipy.stats import norm
 from scipy.stats import t as student
 
 from nestfed.core import NestfedError
+from nestfed.queries.base import Arrays
 
 Errors = Literal["model", "robust", "site"]
 
@@ -103,8 +104,8 @@ def _separated(step: np.ndarray, zero: Sums, names: Sequence[str]) -> Separation
 
 
 def _error(names: Sequence[str], size: np.ndarray) -> SeparationError:
-    largest = np.flatnonzero(size >= 0.1 * size.max(initial=0.0)) if len(names) == len(size) else []
-    which = ", ".join(names[i] for i in largest) or "some coefficients"
+    largest = [name for name, s in zip(names, size) if s >= 0.1 * size.max(initial=0.0)]
+    which = ", ".join(largest) or "some coefficients"
     return SeparationError(
         f"The coefficients of {which} grow without end: these columns separate the outcomes. Set a ridge penalty, or drop "
         "the columns."
@@ -151,6 +152,8 @@ class Fit:
     """The degrees of freedom of Student's t; infinite for the normal distribution."""
     left_out: tuple[int, ...] = ()
     """The numbers of the sites that contribute nothing."""
+    constant: Mapping[str, int] = field(default_factory=dict)
+    """For every model input, the rows at sites where it has one value, by itself or by the disclosure rule."""
     notes: tuple[str, ...] = ()
     """What a reader must know, in sentences."""
 
@@ -213,13 +216,19 @@ def covariances(
 
 def not_identified(found: Minimum, names: Sequence[str]) -> tuple[str, ...]:
     """Return a sentence on the coefficients that the data do not determine, or nothing."""
-    lost = [names[i] for i in np.flatnonzero(~found.identified)]
+    lost = [name for name, sure in zip(names, found.identified) if not sure]
     if not lost:
         return ()
     return (
         f"The data do not determine the coefficients of {', '.join(lost)} (constant or collinear columns). They are the "
         "shortest solution, without standard errors; predictions are not affected.",
     )
+
+
+def constant_columns(facts: Mapping[int, Arrays], names: Sequence[str]) -> dict[str, int]:
+    """Return for every model input the rows at the sites where it has one value, given the replies with `varies`."""
+    rows = [int(reply["used"]) * (1 - reply["varies"]) for reply in facts.values()]
+    return {name: int(count) for name, count in zip(names, np.sum(rows, axis=0))}
 
 
 def disagreement(common: Fit, own: Fit) -> tuple[str, ...]:

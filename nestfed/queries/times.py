@@ -7,15 +7,14 @@ times. Then the cells are coarser, and equal for all sites; `agree` says what th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from nestfed.core import NestfedError
 from nestfed.queries.base import ROWS, TRAINING, Arrays, Ask, AtMost, Field, Query, Rows, pooled
-from nestfed.queries.guard import complete, guarded, least, nothing
+from nestfed.queries.guard import arrays, complete, guarded, least, nothing
 
 MOST_TIMES = 20_000
 """With more distinct times than this, cells are quantiles."""
@@ -23,8 +22,10 @@ MANY, LEVELS = 1024, 6
 """The cells where there are too many distinct times; the finest cells under a disclosure rule are 2**LEVELS."""
 PUBLIC = 2.0 ** np.arange(-10, 32.01, 0.25)
 """Cells that need no agreement, from which quantiles are computed under a disclosure rule."""
-KEPT = 0.9
-"""The share of the events that coarser cells must keep, of those that the coarsest cells keep."""
+FEWEST = 2
+"""Under a disclosure rule there are at least 2**FEWEST cells: with fewer, a common baseline says little."""
+KEPT, HALF = 0.9, 0.5
+"""Cells are made finer while sites keep this share of their events; the coarsest cells must keep half of all events."""
 
 
 def split(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -62,16 +63,47 @@ def by_event(rows: Rows, min_cell: int, **_: Any) -> Rows:
 
 
 def by_cell(rows: Rows, min_cell: int, starts: Any, **_: Any) -> Rows:
-    """Return the rows to use where sums describe the events and the other rows of every cell of time; all or none."""
-    rows = by_event(rows, min_cell)
-    if not len(rows):
-        return rows
-    return nothing(rows) if least(_atoms(rows, np.asarray(starts)), complete(rows)) < min_cell else rows
+    """Return the rows to use where sums describe the events and the other rows of every cell of time; all or none.
+
+    A column is made constant if one of its values is too rare among the events of 2**FEWEST joined cells. Censored rows
+    that are too few in a cell count in a later one. Events never move: if they are too few in a cell, no row is used.
+    """
+    starts = np.asarray(starts, np.float64)
+    rows = _by_joined_cells(rows, min_cell, starts)
+    if not len(rows) or least(_atoms(rows, starts), complete(rows)) < min_cell:
+        return nothing(rows)
+    return _later(rows, min_cell, starts)
+
+
+def _by_joined_cells(rows: Rows, min_cell: int, starts: Any, **_: Any) -> Rows:
+    joined = np.asarray(starts, np.float64)[:: max(1, len(starts) // 2**FEWEST)]
+    return guarded(rows, min_cell, _atoms(rows, joined))
 
 
 def _atoms(rows: Rows, starts: np.ndarray) -> np.ndarray:
+    """Return the number of each event's cell, from 1; 0 for all other rows."""
     time, event = split(rows)
-    return 2 * (cells_of(time, starts) + 1) + event
+    return np.where(event, cells_of(time, starts) + 2, 0)
+
+
+def _later(rows: Rows, min_cell: int, starts: np.ndarray) -> Rows:
+    """Return rows whose censoring times are moved to later cells, until those of a cell are enough to be described."""
+    time, event = split(rows)
+    x, cell = complete(rows), cells_of(time, starts)
+    blocks: list[np.ndarray] = []
+    waiting = np.zeros(0, np.int64)
+    for k in np.unique(cell[~event]):
+        waiting = np.concatenate([waiting, np.flatnonzero(~event & (cell == k))])
+        if least(np.zeros(len(waiting), np.int64), x[waiting]) >= min_cell:
+            blocks.append(waiting)
+            waiting = waiting[:0]
+    while len(waiting) and blocks and least(np.zeros(len(waiting), np.int64), x[waiting]) < min_cell:
+        waiting = np.concatenate([blocks.pop(), waiting])  # all of them together are enough: `guarded` has seen to it
+    y = np.array(rows.y, np.float64)
+    for block in [*blocks, waiting]:
+        if len(block):
+            y[block, 0] = starts[max(int(cell[block].max()), 0)]
+    return replace(rows, x=x, y=y)
 
 
 def _times(rows: Rows, every: bool, most: int) -> Arrays:
@@ -101,7 +133,7 @@ def _levels(rows: Rows, starts: Any, levels: int) -> Arrays:
     x, starts = complete(rows), np.asarray(starts, np.float64)
     smallest = [least(_atoms(rows, starts[:: 2 ** (levels - k)]), x) for k in range(levels + 1)]
     varies = np.ptp(x, axis=0) > 0 if len(x) else np.zeros(x.shape[1])
-    return {"used": len(time), "events": int(event.sum()), "smallest": smallest, "varies": varies}
+    return arrays(used=len(time), events=event.sum(), smallest=smallest, varies=varies)
 
 
 TIMES = Query(
@@ -109,7 +141,9 @@ TIMES = Query(
     "agrees on the times at which risk sets are compared",
     _times,
     {
-        "times": Field("the distinct times of its events, or of all rows; none under a disclosure rule", "sum", ("times",)),
+        "times": Field(
+            "the distinct times of its events, or of all rows; none under a disclosure rule", "sum", ("times",)
+        ),
         "withheld": Field("0: all times sent, 1: too many, 2: its disclosure rule forbids it", "index"),
     },
     sizes=lambda every, most: {"times": AtMost(most)},
@@ -119,7 +153,11 @@ HISTOGRAM = Query(
     "event-histogram",
     "finds cells of time that hold about equally many events",
     _histogram,
-    {"events": Field("the number of events in every cell of time, rounded down to multiples of min_cell", "count", ("cells",))},
+    {
+        "events": Field(
+            "the number of events in every cell of time, rounded down to multiples of min_cell", "count", ("cells",)
+        )
+    },
     sizes=lambda starts: {"cells": len(starts)},
     protect=_rounded,
 )
@@ -134,7 +172,7 @@ CELLS = Query(
         "varies": Field("for every model input, whether it has more than one value", "index", ("inputs",)),
     },
     sizes=lambda starts, levels: {"levels": levels + 1, "inputs": AtMost(1_000_000)},
-    prepare=by_event,
+    prepare=_by_joined_cells,
 )
 
 # ---------------------------------------------------------------------------------------- over all sites
@@ -147,6 +185,8 @@ class Grid:
     starts: np.ndarray
     exact: bool
     """Whether the cells are the distinct times themselves."""
+    protected: bool = False
+    """Whether the disclosure rule of a site made the cells coarser."""
     left_out: tuple[int, ...] = ()
     """The numbers of the sites that may not describe these cells."""
     notes: tuple[str, ...] = ()
@@ -178,7 +218,9 @@ def _open(ask: Ask, times: np.ndarray, forced: int | None, cells: int | None, pa
         return Grid(times, exact=True)
     events = pooled(ask(HISTOGRAM, part=part, starts=PUBLIC if forced else times).values())["events"]
     starts = _quantiles(PUBLIC if forced else times, events, wanted)
-    return Grid(starts, exact=False, notes=(f"Times were joined to {len(starts)} cells: coefficients are approximate.",))
+    return Grid(
+        starts, exact=False, notes=(f"Times were joined to {len(starts)} cells: coefficients are approximate.",)
+    )
 
 
 def _quantiles(edges: np.ndarray, events: np.ndarray, wanted: int) -> np.ndarray:
@@ -199,34 +241,27 @@ def _coarse(ask: Ask, part: str) -> Grid:
     levels = int(np.log2(len(finest)))
     finest = finest[np.linspace(0, len(finest) - 1, 2**levels).round().astype(int)]
     replies = ask(CELLS, part=part, starts=finest, levels=levels)
-    able = {n: max([k for k in range(levels + 1) if reply["smallest"][k] > 0], default=-1) for n, reply in replies.items()}
-    if not sum(int(reply["events"]) for reply in replies.values()):
+    able = {
+        n: max([k for k in range(levels + 1) if reply["smallest"][k] > 0], default=-1) for n, reply in replies.items()
+    }
+    events_of = {n: int(reply["events"]) for n, reply in ask(CELLS, part=part, starts=finest[:1], levels=0).items()}
+    kept = [sum(events_of[n] for n, most in able.items() if most >= k) for k in range(levels + 1)]
+    if levels < FEWEST or not kept[FEWEST] > HALF * sum(events_of.values()):
         raise NestfedError(
-            "No site may describe its events under its min_cell: the study needs sites with more events, or a smaller min_cell."
+            f"Under the sites' min_cell a common baseline needs {2**FEWEST} cells of time, each with that many events and other "
+            "rows at every site. Sites with more than half of the events cannot offer them: use the stratified model, whose "
+            "risk sets stay at the sites."
         )
-    kept = [sum(int(replies[n]["events"]) for n, most in able.items() if most >= k) for k in range(levels + 1)]
-    level = max(k for k in range(levels + 1) if kept[k] >= KEPT * kept[0])
-    if not kept[level]:
-        raise NestfedError(
-            "No site may describe a single cell of time under its min_cell: use the stratified model, whose risk sets stay "
-            "at the sites."
-        )
+    level = max(k for k in range(FEWEST, levels + 1) if kept[k] >= KEPT * kept[FEWEST])
     left = tuple(n for n, most in able.items() if most < level)
     rows = sum(int(replies[n][ROWS]) for n in left)
     total = sum(int(reply[ROWS]) for reply in replies.values())
     starts = finest[:: 2 ** (levels - level)]
-    return Grid(starts, False, left, (_cost(len(starts), len(left), len(replies), rows, total),))
+    return Grid(starts, False, True, left, (_cost(len(starts), len(left), len(replies), rows, total),))
 
 
 def _cost(cells: int, left: int, sites: int, rows: int, total: int) -> str:
-    many = "one cell" if cells == 1 else f"{cells} cells"
     return (
-        f"The sites' min_cell allows {many} of time; {left} of {sites} sites, with {rows:,} of {total:,} rows, contribute "
-        "nothing. Coefficients are approximate: the stratified model is exact under min_cell, because its risk sets stay at "
-        "the sites."
+        f"The sites' min_cell allows {cells} cells of time; {left} of {sites} sites, with {rows:,} of {total:,} rows, contribute "
+        "nothing. Coefficients are approximate: the stratified model loses less, because its risk sets stay at the sites."
     )
-
-
-def event_totals(replies: Mapping[int, Arrays]) -> np.ndarray:
-    """Return the events of all sites by cell."""
-    return np.asarray(pooled(replies.values())["events"])

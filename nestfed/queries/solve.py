@@ -22,6 +22,9 @@ MOST_STEPS = 50
 NULL = 1e-10
 """A direction is not identified if its curvature is below this share of the largest, columns scaled alike."""
 
+FLAT = 1e-9
+"""The curvature at the solution, as a share of that at 0, below which the solution is taken for infinite."""
+
 
 class SeparationError(NestfedError):
     """The likelihood has no maximum: some coefficients grow without end."""
@@ -71,6 +74,8 @@ def newton(
         x, here = _shortened(sums, penalty, x, here, basis @ step)
         if np.abs(step).max(initial=0.0) <= TOLERANCE * (1 + np.abs(_scaled(basis, x)).max(initial=0.0)):
             curved = basis.T @ (here.hessian + np.diag(penalty)) @ basis
+            if _flat(curved, basis.T @ (zero.hessian + np.diag(penalty)) @ basis):
+                raise _error(names, np.abs(x) * np.sqrt(np.maximum(np.diag(zero.hessian), 0)))
             return Minimum(x, here, basis @ np.linalg.inv(curved) @ basis.T, identified, iteration)
     raise _separated(basis @ step, zero, names)
 
@@ -97,6 +102,12 @@ def _factor(curvature: np.ndarray, x: np.ndarray, names: Sequence[str]) -> np.nd
     if len(curvature) and not np.linalg.cond(curvature) < 1e14:
         raise _error(names, np.abs(x))
     return curvature
+
+
+def _flat(curved: np.ndarray, before: np.ndarray) -> bool:
+    """Return whether nothing is left of the curvature that some direction had at 0: the end of a separated path."""
+    scale = 1 / np.sqrt(np.diag(before))
+    return bool(np.linalg.eigvalsh(scale[:, None] * curved * scale).min(initial=1.0) < FLAT)
 
 
 def _separated(step: np.ndarray, zero: Sums, names: Sequence[str]) -> SeparationError:

@@ -18,7 +18,7 @@ from nestfed.queries.guard import arrays, complete, guarded, least, nothing
 
 MOST_TIMES = 20_000
 """With more distinct times than this, cells are quantiles."""
-MANY, LEVELS = 1024, 6
+MANY, LEVELS = 200, 6
 """The cells where there are too many distinct times; the finest cells under a disclosure rule are 2**LEVELS."""
 PUBLIC = 2.0 ** np.arange(-10, 32.01, 0.25)
 """Cells that need no agreement, from which quantiles are computed under a disclosure rule."""
@@ -214,7 +214,7 @@ def _open(ask: Ask, times: np.ndarray, forced: int | None, cells: int | None, pa
     if forced is None and not len(times):
         raise NestfedError("No site has an event: there is nothing to learn from.")
     wanted = cells or forced
-    if wanted is None or (len(times) and len(times) <= wanted):
+    if wanted is None or (forced is None and len(times) <= wanted):
         return Grid(times, exact=True)
     events = pooled(ask(HISTOGRAM, part=part, starts=PUBLIC if forced else times).values())["events"]
     starts = _quantiles(PUBLIC if forced else times, events, wanted)

@@ -75,6 +75,19 @@ class Tied:
         found = first[self.cell] - self.share[:, None] * first_events[self.cell]
         return np.asarray(found / self.denominator[:, None])
 
+    def residuals(self, first: np.ndarray, first_events: np.ndarray) -> dict[str, np.ndarray]:
+        """Return by cell what the rows' score residuals need, given the sums S1 by cell."""
+        means = self.means(first, first_events)
+        inverse = means / self.denominator[:, None]
+        risk, events = self.weights()
+        return {
+            "mean": self.by_cell(means) / np.maximum(np.bincount(self.cell, minlength=self.size), 1)[:, None],
+            "risk": risk,
+            "events": events,
+            "risk_means": self.by_cell(inverse),
+            "event_means": self.by_cell(inverse * self.share[:, None]),
+        }
+
 
 # --------------------------------------------------------------------------------------------- at a site
 
@@ -138,23 +151,6 @@ def _moments(rows: Rows, starts: Any, coef: Any, risk: Any, events: Any) -> Arra
     }
 
 
-def _scores(at: _AtRisk, coef: np.ndarray, tied: Tied, first: np.ndarray, first_events: np.ndarray) -> np.ndarray:
-    """Return the score residuals of the rows (Lin and Wei 1989), with Efron's or Breslow's ties."""
-    means = tied.means(first, first_events)
-    events = np.maximum(np.bincount(tied.cell, minlength=tied.size), 1)
-    risk, shared = tied.weights()
-    inverse = means / tied.denominator[:, None]
-    return _residuals(
-        at,
-        coef,
-        mean=tied.by_cell(means) / events[:, None],
-        risk=risk,
-        events=shared,
-        risk_means=tied.by_cell(inverse),
-        event_means=tied.by_cell(inverse * tied.share[:, None]),
-    )
-
-
 def _residuals(
     at: _AtRisk,
     coef: np.ndarray,
@@ -164,6 +160,7 @@ def _residuals(
     risk_means: np.ndarray,
     event_means: np.ndarray,
 ) -> np.ndarray:
+    """Return the score residuals of the rows (Lin and Wei 1989), with Efron's or Breslow's ties."""
     w, mark = at.weights(coef), at.event[:, None]
     own = np.where(mark, at.x - mean[at.cell], 0.0)
     pulled = np.cumsum(risk_means, axis=0)[at.cell] - mark * event_means[at.cell]
@@ -189,7 +186,7 @@ def _own(rows: Rows, coef: Any, ties: Ties) -> Arrays:
     tied = Tied.of(events, at.sums(w), at.sums(w, events=True), ties)
     first, first_events = at.sums(w[:, None] * at.x), at.sums(w[:, None] * at.x, events=True)
     exposure, means = at.exposure(w, *tied.weights()), tied.means(first, first_events)
-    each = persons(_scores(at, coef, tied, first, first_events), at.group)
+    each = persons(_residuals(at, coef, **tied.residuals(first, first_events)), at.group)
     of_events = at.x[at.event].sum(0)
     return {
         "events": int(events.sum()),
@@ -358,22 +355,9 @@ class _Common:
         return first, first_events, second
 
     def outer(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sums of outer products of score residuals, by person and by site."""
-        p, tied = self.inputs, self.tied
-        means = tied.means(self.first, self.first_events)[:, :p]
-        inverse = means / tied.denominator[:, None]
-        risk, events = tied.weights()
-        replies = self.ask(
-            OUTER,
-            part=self.part,
-            starts=self.grid.starts,
-            coef=x[:p],
-            mean=tied.by_cell(means) / np.maximum(self.events, 1)[:, None],
-            risk=risk,
-            events=events,
-            risk_means=tied.by_cell(inverse),
-            event_means=tied.by_cell(inverse * tied.share[:, None]),
-        )
+        """Return the sums of outer products of score residuals, by person and by site, without site intercepts."""
+        given = self.tied.residuals(self.first, self.first_events)
+        replies = self.ask(OUTER, part=self.part, starts=self.grid.starts, coef=x, **given)
         totals = np.stack([reply["total"] for reply in replies.values()])
         return pooled(replies.values())["outer"], totals.T @ totals
 

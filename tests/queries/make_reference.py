@@ -80,7 +80,12 @@ def main() -> None:
     x[:, 1] = RNG.random(N) < 0.4
     x[SITE == 3, 1] = 1.0  # constant within a site
     x[:, 2] = np.where(SITE % 2, 1.0, 0.0) + (SITE == 5) * RNG.normal(size=N)  # constant within all sites but one
-    made = {"statsmodels": statsmodels.__version__, "scikit-survival": sksurv.__version__, "x": x.tolist(), "site": SITE.tolist()}
+    made = {
+        "statsmodels": statsmodels.__version__,
+        "scikit-survival": sksurv.__version__,
+        "x": x.tolist(),
+        "site": SITE.tolist(),
+    }
     made |= {"regression": regressions(x), "ties": survival(x, True), "plain": survival(x, False)}
     Path(__file__).with_name("reference.json").write_text(json.dumps(made) + "\n", encoding="utf-8")
 

@@ -42,7 +42,9 @@ def fine(counts: Any) -> bool:
 @pytest.mark.parametrize("seed", range(12))
 def test_risk_sets(seed: int) -> None:
     rows = table(seed)
-    starts = np.quantile(rows.y[rows.y[:, 1] == 1, 0], np.arange(1, 8) / 8) if rows.y[:, 1].sum() > 8 else np.arange(7.0)
+    starts = (
+        np.quantile(rows.y[rows.y[:, 1] == 1, 0], np.arange(1, 8) / 8) if rows.y[:, 1].sum() > 8 else np.arange(7.0)
+    )
     starts = np.unique(np.concatenate([[0.0], starts]))
     zero, ones = np.zeros(7), np.ones(len(starts))
     risk = QUERIES["cox-risk"](rows, LEAST, starts=starts, coef=zero)
@@ -63,6 +65,15 @@ def assert_column_sums(sums: np.ndarray, counts: np.ndarray) -> None:
     """A sum of 0/1 values counts one value, and the rest of the cell the other."""
     assert fine(sums)
     assert fine(counts[:, None] - sums)
+
+
+def test_histograms_are_rounded() -> None:
+    """Counts below 10 are not only hidden: the difference to a total describes no small cell either."""
+    rows = table(1)
+    sent = QUERIES["event-histogram"](rows, LEAST, starts=np.arange(12.0))["events"]
+    true = QUERIES["event-histogram"](rows, 0, starts=np.arange(12.0))["events"]
+    assert (true % LEAST).any()
+    assert (sent == true // LEAST * LEAST).all()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -96,7 +107,12 @@ def test_every_count_of_a_whole_study() -> None:
 
     def ask(query: Query, part: str = "training", **arguments: Any) -> Mapping[int, Arrays]:
         replies = plain(query, part=part, **arguments)
-        seen.extend((query.name, k, reply[k]) for reply in replies.values() for k, f in query.declared.items() if f.kind == "count")
+        seen.extend(
+            (query.name, k, reply[k])
+            for reply in replies.values()
+            for k, f in query.declared.items()
+            if f.kind == "count"
+        )
         return replies
 
     names = [f"x{i}" for i in range(7)]

@@ -25,7 +25,8 @@ NAMES = ("a", "b", "c")
 
 def sites(x: np.ndarray, y: np.ndarray, site: np.ndarray, group: np.ndarray | None = None) -> list[dict[str, Rows]]:
     return [
-        {"training": Rows(x[site == n], y[site == n], None if group is None else group[site == n])} for n in np.unique(site)
+        {"training": Rows(x[site == n], y[site == n], None if group is None else group[site == n])}
+        for n in np.unique(site)
     ]
 
 
@@ -105,7 +106,9 @@ def test_robust_errors_by_person() -> None:
     """Each row twice, as one person: coefficients and robust errors of the single rows."""
     y = np.array(TRUTH["y"])
     person = np.arange(len(X))
-    twice = regression(at_hand(sites(np.r_[X, X], np.r_[y, y], np.r_[SITE, SITE], np.r_[person, person])), "logistic", NAMES)
+    twice = regression(
+        at_hand(sites(np.r_[X, X], np.r_[y, y], np.r_[SITE, SITE], np.r_[person, person])), "logistic", NAMES
+    )
     assert_allclose(twice.standard_errors("robust"), TRUTH["logistic"]["robust"], rtol=1e-8)
     assert_allclose(twice.standard_errors("model"), np.array(TRUTH["logistic"]["model"]) / np.sqrt(2), rtol=1e-8)
 
@@ -163,7 +166,8 @@ def test_ridge_by_validation_is_the_best_of_the_path() -> None:
     y = (rng.random(240) < expit(x[:, 0])).astype(int)
     train, held = np.arange(240) % 3 > 0, np.arange(240) % 3 == 0
     parts = [
-        {"training": Rows(x[train][i::4], y[train][i::4]), "validation": Rows(x[held][i::4], y[held][i::4])} for i in range(4)
+        {"training": Rows(x[train][i::4], y[train][i::4]), "validation": Rows(x[held][i::4], y[held][i::4])}
+        for i in range(4)
     ]
     path = regression_path(at_hand(parts), "logistic", [f"x{i}" for i in range(12)])
     losses = {}
@@ -186,4 +190,4 @@ def test_errors_say_what_would_be_right() -> None:
     with pytest.raises(NestfedError, match="family must be"):
         fit("poisson", y)
     with pytest.raises(NestfedError, match="without missing values"):
-        fit("linear", y, x=np.where(X == X[0, 0], np.nan, X))
+        fit("linear", y, x=np.where(X[0, 0] == X, np.nan, X))

@@ -36,7 +36,7 @@ def test_kaplan_meier() -> None:
         assert_allclose(table.at(times, limit)[inside], truth[inside], rtol=1e-9)
     assert by_site.keys() <= set(range(6))
     for n in by_site:  # a site's own curve is that of its own rows
-        mine = at_hand([{"training": Rows(X[SITE == n], Y[SITE == n])}])
+        mine = at_hand([{"training": Rows(X[n == SITE], Y[n == SITE])}])
         alone, _ = life_tables(mine, agree(asked()))
         assert_allclose(by_site[n].survival, alone.survival)
 
@@ -73,7 +73,7 @@ def test_c_index(y: np.ndarray) -> None:
     assert_allclose(exact.value, truth, rtol=1e-12)
     if y is Y:
         assert_allclose(truth, TRUTH["c"], rtol=1e-12)
-    inside = sum(pairs(h[SITE == n], y[SITE == n]) for n in range(6))
+    inside = sum(pairs(h[n == SITE], y[n == SITE]) for n in range(6))
     assert_allclose(concordance_within(ask, COEF), (inside[1] + inside[2] / 2) / inside[0], rtol=1e-12)
 
 

@@ -360,7 +360,8 @@ class FederatedLogistic(ClassifierMixin, _Regression):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most likely class."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        chances = self.predict_proba(X)
+        return self.classes_[chances.argmax(1)]
 
 
 class FederatedLinear(RegressorMixin, _Regression):  # type: ignore[misc]

@@ -86,7 +86,7 @@ def test_a_site_with_one_class_has_no_say_beside_its_intercept() -> None:
     y = np.array(TRUTH["y"])
     y[SITE == 3] = 1
     own = fit("logistic", y, own_intercepts=True)
-    assert own.left_out and 3 in own.left_out
+    assert 3 in own.left_out
     some = SITE != 3
     assert_allclose(own.coef, fit("logistic", y[some], SITE[some], X[some], own_intercepts=True).coef, atol=1e-12)
 
@@ -130,7 +130,7 @@ def test_separation_is_an_error_that_ridge_mends(complete: bool) -> None:
     y = (X[:, 0] > 0).astype(int)
     if not complete:  # the column separates some rows only
         y = np.where(X[:, 1] == 1, 1, np.array(TRUTH["y"]))
-    with pytest.raises(SeparationError, match="separate the outcomes. Set a ridge"):
+    with pytest.raises(SeparationError, match="separate the outcomes"):
         fit("logistic", y)
     assert np.isfinite(fit("logistic", y, ridge=0.1).coef).all()
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from nestfed.core import NestfedError
 from nestfed.queries.base import ROWS, TRAINING, VALIDATION, Arrays, Ask, AtMost, Field, Query, Rows, pooled
-from nestfed.queries.guard import arrays, complete, persons
+from nestfed.queries.guard import arrays, complete, persons, steady
 from nestfed.queries.newton import Path, choose_ridge
 from nestfed.queries.solve import Fit, Minimum, Sums, constant_columns, covariances, newton, not_identified
 from nestfed.queries.times import Grid, agree, by_cell, by_event, cells_of, counts, split
@@ -405,6 +405,7 @@ def cox(
     - `grid`: the cells of time from `agree`, if there are any already.
     """
     _check(ties, baseline, ridge)
+    ask = steady(ask)
     facts = ask(FACTS, part=part)
     _preflight(facts, names)
     if baseline == "stratified":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from nestfed.core import NestfedError
-from nestfed.queries.base import Rows
+from nestfed.queries.base import TRAINING, Arrays, Ask, Query, Rows
 
 
 def complete(rows: Rows) -> np.ndarray:
@@ -27,6 +28,29 @@ def arrays(**values: Any) -> dict[str, np.ndarray]:
 def nothing(rows: Rows) -> Rows:
     """Return no rows: the site contributes nothing."""
     return replace(rows, x=np.asarray(rows.x)[:0], y=rows.y[:0], group=None if rows.group is None else rows.group[:0])
+
+
+class SiteLostError(NestfedError):
+    """A site stopped answering in the middle of a fit."""
+
+
+def steady(ask: Ask) -> Ask:
+    """Return `ask` for the sites that answered first, by part; raise a SiteLostError if one of them is missing later.
+
+    Newton's method compares sums at different points, so they must be over the same rows.
+    """
+    first: dict[str, set[int]] = {}
+
+    def asked(query: Query, part: str = TRAINING, **arguments: Any) -> Mapping[int, Arrays]:
+        replies = ask(query, part=part, **arguments)
+        sites = first.setdefault(part, set(replies))
+        if lost := sorted(sites - set(replies)):
+            raise SiteLostError(
+                f"Site {lost[0]} stopped answering ({query.name}): fit again, with the sites that answer."
+            )
+        return {n: reply for n, reply in replies.items() if n in sites}
+
+    return asked
 
 
 def small(counts: np.ndarray, min_cell: int) -> bool:

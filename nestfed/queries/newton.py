@@ -17,7 +17,7 @@ import numpy as np
 
 from nestfed.core import NestfedError
 from nestfed.queries.base import ROWS, TRAINING, VALIDATION, Arrays, Ask, AtMost, Field, Query, Rows, pooled
-from nestfed.queries.guard import arrays, complete, guarded, persons
+from nestfed.queries.guard import arrays, complete, guarded, persons, steady
 from nestfed.queries.solve import Fit, Minimum, Sums, constant_columns, covariances, newton, not_identified
 
 Family = Literal["logistic", "linear"]
@@ -235,6 +235,7 @@ def regression(
     - `start`: coefficients to start from.
     """
     _check(family, classes, ridge, own_intercepts)
+    ask = steady(ask)
     facts = ask(FACTS, part=part, classes=classes if family == "logistic" else 0)
     notes = _preflight(facts, family, names, classes)
     outputs = classes - 1 if family == "logistic" else 1

@@ -188,13 +188,15 @@ class _Exact(TableInputs, BaseEstimator):  # type: ignore[misc]  # scikit-learn 
         x = self._input(X).numpy()
         return np.asarray(x @ self._slopes.T + self._offset)
 
-    def summary_(self, errors: Errors = "robust", level: float = 0.95) -> pd.DataFrame:
+    def summary_(self, errors: Errors | None = None, level: float = 0.95) -> pd.DataFrame:
         """Return the table of coefficients in the columns' own units.
 
         - `errors`: "model" trusts the model; "robust" allows for a wrong model and for persons with several rows; "site"
-          also for rows that resemble each other inside a site, and needs about 20 sites or more.
+          also for rows that resemble each other inside a site, and needs about 20 sites or more. The default is "robust",
+          or "model" for Cox regression with site intercepts, which has no other.
         """
         check_is_fitted(self)
+        errors = errors or ("robust" if "robust" in self.fit_.covariance else "model")
         return self.fit_.summary(errors, level, ratio=self._ratio)
 
     _ratio: ClassVar[bool] = True

@@ -235,6 +235,21 @@ def test_a_single_covariate_that_separates() -> None:
         cox(at_hand([{"training": Rows(x, y)}]), ["a"])
 
 
+def test_a_site_that_stops_answering_ends_the_fit() -> None:
+    """Sums over different rows must not be compared."""
+    plain, seen = at_hand(sites(target("ties"))), []
+
+    def ask(query: Any, part: str = "training", **arguments: Any) -> Any:
+        seen.append(query.name)
+        replies = dict(plain(query, part=part, **arguments))
+        if seen.count("cox-risk") == 3:
+            replies.pop(4)
+        return replies
+
+    with pytest.raises(NestfedError, match=r"Site 4 stopped answering \(cox-risk\)"):
+        cox(ask, NAMES)
+
+
 def test_errors_say_what_would_be_right() -> None:
     y = target("ties")
     with pytest.raises(NestfedError, match="No site has an event"):

@@ -201,6 +201,8 @@ def test_survival_probabilities() -> None:
     assert 0 < measures["brier@50"] < 0.25
     own = FederatedCox(baseline="stratified").fit(frame[["age"]], frame[["days", "died"]], groups=frame.hospital)
     assert own.predict_survival(frame[["age"]][:3], times, site="west").shape == (3, 3)
+    factors = FederatedCox(baseline="intercepts").fit(frame[["age"]], frame[["days", "died"]], groups=frame.hospital)
+    assert np.isfinite(factors.summary_()["se"]).all()
     with pytest.raises(NestfedError, match="sites with one: north, south, west"):
         own.predict_survival(frame[["age"]], times)
 

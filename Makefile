@@ -11,7 +11,7 @@ demo: $(RUNS)
 	$(RUN) -m nestfed demo
 
 test: $(READY)
-	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow"
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow and not long"
 
 # Real Flower processes on this machine, with TLS and keys; some are killed (about seven minutes).
 test-deploy: $(READY)
@@ -21,12 +21,12 @@ test-deploy: $(READY)
 test-wheel: $(READY)
 	$(RUN) -m pytest -m slow tests/system/test_wheel.py
 
-# What takes too long for `make test`: documentation with all its rounds, compiled steps, a new process (three minutes).
+# What takes too long for `make test`: compiled steps, new processes, large datasets, documentation with all its rounds.
 test-long: $(READY)
-	$(RUN) -m pytest -n 2 --dist worksteal -m slow tests/system/test_docs.py tests/engine
+	$(RUN) -m pytest -n 2 --dist worksteal -m long
 
 test-slow: $(READY)
-	$(RUN) -m pytest -m slow
+	$(RUN) -m pytest -m "slow or long"
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce, wraps
 from operator import add
 from statistics import fmean
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -385,6 +386,21 @@ class ScoreHistogram:
 _UNKNOWN = Estimate(float("nan"), float("nan"), float("nan"))
 
 
+class Counted(Protocol):
+    """Counts of scores by class, from which metrics are estimated."""
+
+    def auroc(self) -> Estimate:
+        """Pooled AUROC."""
+
+    def average_precision(self) -> Estimate:
+        """Pooled average precision."""
+
+    def partial_auroc(self, max_fpr: float) -> Estimate:
+        """Pooled partial AUROC."""
+
+    def __add__(self, other: Any) -> Any: ...
+
+
 @dataclass(frozen=True, eq=False)
 class ScoreTotals:
     """What a client shares about its scores: a histogram, and sums of correct predictions and losses. Can be added."""
@@ -392,7 +408,7 @@ class ScoreTotals:
     examples: float
     sums: Mapping[str, float]
     """Sums of metrics that are means over examples; empty unless the scores are logits."""
-    histogram: ScoreHistogram | None
+    histogram: Counted | None
     """None for one score per class."""
 
     @classmethod

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
@@ -16,8 +17,10 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 
-from nestfed.deploy.flower import Custom, client_app, roster, server, server_app
+from nestfed.deploy.flower import Custom, client_app, roster, server_app
 from nestfed.deploy.flower import federation as rounds_of
+from nestfed.deploy.flower.mailbox import block_of, content_of
+from nestfed.deploy.wire import Packed, pack
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.spec import RunSpec
 from tests.methods import Q, method, setting
@@ -36,6 +39,8 @@ class LocalGrid(Grid):
         self.replies: dict[str, Message] = {}
         self.messages: list[tuple[int, Message, Message | None]] = []
         self.away: set[int] = set()
+        self.spoil: Callable[[str, int, Message], Message] = lambda kind, client, reply: reply
+        """(kind, client, reply) → the reply that the coordinator gets."""
 
     def set_run(self, run: Any) -> None: ...
 
@@ -65,6 +70,8 @@ class LocalGrid(Grid):
             reply: Message | None = travelled(self.apps[node](copy, context))
             if self.tamper is not None and reply is not None and message.metadata.message_type == "train":
                 reply = self.tamper(self.configs[node]["client"], int(copy.metadata.group_id), reply)
+            if reply is not None:
+                reply = self.spoil(message.metadata.message_type, self.configs[node]["client"], reply)
             self.messages.append((node, copy, reply))
             if reply is not None:
                 self.replies[names[-1]] = reply
@@ -104,7 +111,7 @@ class Clock:
 def alone(patch: pytest.MonkeyPatch) -> None:
     """Give the coordinator a clock of its own, and tell Flower what its processes know of themselves."""
     clock = Clock()
-    for module in (server, roster, rounds_of):
+    for module in (roster, rounds_of):
         patch.setattr(module, "time", clock)
     for name in ("_run_id", "_node_id", "_task_id"):
         patch.setattr(TaskIdentity, name, 1)
@@ -112,8 +119,35 @@ def alone(patch: pytest.MonkeyPatch) -> None:
 
 def federation(study: Any, folder: Path, sites: int, tamper: Tamper | None = None) -> LocalGrid:
     app = client_app(study)
-    configs = {100 + n: {"client": n, "site": f"clinic-{n}", "state": str(folder / f"state-{n}")} for n in range(sites)}
+    configs = {
+        100 + n: {"client": n, "site": f"clinic-{n}", "state": str(folder / f"state-{n}"), "min-cell": 0}
+        for n in range(sites)
+    }
     return LocalGrid(dict.fromkeys(configs, app), configs, tamper)
+
+
+def opened(message: Message | None) -> Packed:
+    assert message is not None
+    return block_of(message)
+
+
+def arrays_of(message: Message | None, prefix: str = "") -> dict[str, np.ndarray]:
+    """The arrays of a message whose names begin with the prefix."""
+    return {k.removeprefix(prefix): v for k, v in opened(message).arrays().items() if k.startswith(prefix)}
+
+
+def rewritten(reply: Message, words: dict[str, Any] | None = None, arrays: dict[str, Any] | None = None) -> Message:
+    """The message with other words and arrays; None removes one."""
+    packed = opened(reply)
+    said, sent = {**packed.words, **(words or {})}, {**packed.arrays(), **(arrays or {})}
+    block = pack({k: v for k, v in said.items() if v is not None}, {k: v for k, v in sent.items() if v is not None})
+    return sealed(reply, block)
+
+
+def sealed(reply: Message, block: bytes) -> Message:
+    """The message with other bytes."""
+    reply.content = content_of(block)
+    return reply
 
 
 def deploy(study: Any, folder: Path, sites: int, tamper: Tamper | None = None, **config: Any) -> LocalGrid:

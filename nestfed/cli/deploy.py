@@ -79,6 +79,7 @@ def local_(
         float, typer.Option(help="Seconds after which a round continues without the missing answers.")
     ] = 600.0,
     insecure: Annotated[bool, typer.Option("--insecure", help="Use neither TLS nor keys.")] = False,
+    min_cell: Annotated[int, typer.Option(help="No count between 1 and this leaves a site.")] = 10,
 ) -> None:
     """Run an experiment with real Flower processes on this machine. Run it again to resume.
 
@@ -99,6 +100,7 @@ def local_(
         least=min_sites,
         deadline=deadline,
         insecure=insecure,
+        min_cell=min_cell,
         notify=lambda s: console.print(s),
     )
     end = history[-1]
@@ -143,6 +145,26 @@ def key_(path: Annotated[Path, typer.Argument(help="The file of the private key.
 
     write_key(path)
     echo(f"Keep {path} secret; send {path}.pub to the coordinator.")
+
+
+@deploy_app.command("discloses")
+def discloses_(file: File, overrides: Overrides = None, sites: Sites = 4, method: Method = "") -> None:
+    """List everything that leaves a site in a study, for the people who must agree to it."""
+    from nestfed.cli.main import echo
+    from nestfed.deploy.discloses import page
+
+    echo(page(_chosen(file, overrides, method, sites)).rstrip())
+
+
+@deploy_app.command("withdraw")
+def withdraw_(
+    state: Annotated[Path, typer.Argument(help="The site's state folder, as in its node configuration.")],
+) -> None:
+    """Withdraw this site from its study. What it has contributed to the model so far stays in the model."""
+    from nestfed.cli.main import echo
+    from nestfed.deploy.site import withdraw
+
+    echo(withdraw(state))
 
 
 @deploy_app.command("digest")

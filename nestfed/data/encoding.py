@@ -184,24 +184,50 @@ def encode(tables: Mapping[str, tuple[np.ndarray, Schema]], *, mark_gaps: bool =
     return finish(found, [found.squares(x, schema, f"Site {name}") for name, (x, schema) in tables.items()], sums)
 
 
-def merge(sites: Mapping[str, Sums], *, mark_gaps: bool = True) -> TableEncoding:
-    """Return the common schema and means; keys such as "Site a" are for errors. `finish` adds the deviations."""
+def merge(sites: Mapping[str, Sums], *, mark_gaps: bool = True, robust: bool = False) -> TableEncoding:
+    """Return the common schema and means; keys such as "Site a" are for errors. `finish` adds the deviations.
+
+    With `robust`, the statistics are medians over the sites, so that one bad site cannot move them far.
+    """
     schema = common_schema(sites)
-    known, total = _totals(schema, sites)
+    known, total = _typical(schema, sites) if robust else _totals(schema, sites)
     gaps = known < sum(sums.rows for sums in sites.values())
     return TableEncoding(schema, total / np.maximum(known, 1), np.ones(len(known)), gaps & mark_gaps)
 
 
-def finish(encoding: TableEncoding, squares: Iterable[np.ndarray], sites: Mapping[str, Sums]) -> TableEncoding:
+def finish(
+    encoding: TableEncoding, squares: Iterable[np.ndarray], sites: Mapping[str, Sums], *, robust: bool = False
+) -> TableEncoding:
     """Return the encoding with deviations computed from the sites' squared differences."""
-    known, _ = _totals(encoding.schema, sites)
-    variance = sum(squares, np.zeros(len(known))) / np.maximum(known, 1)
+    if robust:
+        each = [sums.aligned(encoding.schema, site)[0] for site, sums in sites.items()]
+        variance = _median(np.stack(list(squares)), np.stack(each))
+    else:
+        known, _ = _totals(encoding.schema, sites)
+        variance = sum(squares, np.zeros(len(known))) / np.maximum(known, 1)
     return replace(encoding, deviation=deviation(variance, encoding.mean))
 
 
 def _totals(schema: Schema, sites: Mapping[str, Sums]) -> np.ndarray:
     """Return every feature's known count and sum over all sites."""
     return sum((sums.aligned(schema, site) for site, sums in sites.items()), np.zeros((2, sum(map(len, schema)))))
+
+
+def _typical(schema: Schema, sites: Mapping[str, Sums]) -> np.ndarray:
+    """Return every feature's known count and sum, as if all sites had the medians over sites of its share and mean."""
+    each = np.stack([sums.aligned(schema, site) for site, sums in sites.items()])
+    rows = np.array([[sums.rows] for sums in sites.values()])
+    known = np.round(_median(each[:, 0], np.broadcast_to(rows, each[:, 0].shape)) * rows.sum())
+    return np.stack([known, _median(each[:, 1], each[:, 0]) * known])
+
+
+def _median(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return for each column the median over sites of total / count, among the sites that count any; 0 if none does."""
+    means = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    some = (count > 0).any(0)
+    found: np.ndarray = np.zeros(total.shape[1])
+    found[some] = np.nanmedian(means[:, some], axis=0)
+    return found
 
 
 def common_schema(sites: Mapping[str, Sums]) -> Schema:

@@ -94,6 +94,8 @@ def _project_name(folder: Path) -> str:
 
 def init(folder: Path, experiment: Experiment, sites: int) -> None:
     """Write an app with a README for the coordinator and the sites."""
+    from nestfed.deploy.discloses import page
+
     if folder.exists() and any(folder.iterdir()):
         raise NestfedError(f"{folder} is not empty; choose another directory.")
     check_experiment(experiment, sites)
@@ -105,6 +107,7 @@ def init(folder: Path, experiment: Experiment, sites: int) -> None:
     for key, value in values.items():
         text = text.replace(f"@{key}@", value)
     (folder / "README.md").write_text(text, encoding="utf-8")
+    (folder / "DISCLOSURE.md").write_text(page(experiment), encoding="utf-8")
 
 
 def reject_warm_up(experiment: Experiment) -> None:

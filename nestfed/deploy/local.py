@@ -207,6 +207,7 @@ def local(
     least: int = 0,
     deadline: float = 600.0,
     insecure: bool = False,
+    min_cell: int = 10,
     notify: Callable[[str], None] = LOG.info,
 ) -> list[dict[str, Any]]:
     """Run an experiment with real processes on this machine. Call it again to resume."""
@@ -233,7 +234,7 @@ def local(
             if not insecure:
                 federation.register(*range(sites))
             for n in range(sites):
-                federation.supernode(n)
+                federation.supernode(n, **{"min-cell": min_cell})
             history = read_record(record)
             done = history[-1]["round"] if history else 0
             run = federation.run(folder / "app")

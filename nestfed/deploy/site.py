@@ -1,33 +1,26 @@
-"""Build the objects of a site from the experiment and its own data, and compute what the site may share.
-
-Before the first round every site sends `Facts`: counts, classes, and for a table the `Sums` of its training rows. The
-coordinator adds them up (`merge`), asks for the sums of squared differences from the common mean (`spread`), and sends
-the complete `Agreement` to all (`finish`). For metrics a site sends only a tally: counts of scores, or sums of correct
-predictions and losses.
-"""
+"""Build the objects of a site from the experiment and its own data, and the rows that queries describe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nestfed.core import Metric, NestfedError
-from nestfed.data import encoding
-from nestfed.data.clients import Totals
-from nestfed.data.encoding import NO_TABLE, Schema, Sums, TableEncoding
+from nestfed.data.encoding import Schema
 from nestfed.data.partition import Summary
+from nestfed.deploy.agree import Agreement
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
 from nestfed.experiment.spec import Experiment
-from nestfed.metrics import ScoreHistogram, ScoreTotals, pooled
+from nestfed.files import write_atomically
 from nestfed.problems.objective import Labelled
-
-Arrays = dict[str, np.ndarray]
+from nestfed.queries import SCORES, TEST, TRAINING, VALIDATION, Answers, Question, Rows
+from nestfed.queries.scores import LOG_ODDS, LOGITS, RANKING, judged
 
 
 @dataclass(frozen=True)
@@ -38,71 +31,6 @@ class Place:
     """The client's number."""
     file: str = ""
     """The site's own table; empty = part n of the experiment's dataset."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a site shares before the first round: counts and sums of its training examples, no rows."""
-
-    examples: int = 0
-    positives: int = 0
-    shape: tuple[int, ...] = ()
-    classes: tuple[str, ...] = ()
-    sums: Sums = Sums((), 0, np.zeros(0, np.int64), np.zeros(0))
-    """The sums of a table; empty if the inputs are not scaled."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What all sites agree on besides the experiment."""
-
-    clients: int
-    shape: tuple[int, ...] = ()
-    """The shape of a model's input."""
-    classes: tuple[str, ...] = ()
-    p: float = 0.0
-    """The share of positives in the mixture of all sites."""
-    encoding: TableEncoding = NO_TABLE
-    totals: Totals = Totals(0, 0, 0)
-    """The rows of all sites that made the agreement."""
-
-
-def merge(facts: Mapping[str, Facts], clients: int, by_examples: bool = False) -> Agreement:
-    """Return the agreement except for the scaling; the sites' names appear in errors."""
-    (first, model), *rest = facts.items()
-    for name, other in rest:
-        tables = bool(model.sums.schema), bool(other.sums.schema)
-        alike = len(model.shape) == len(other.shape) == 1 if all(tables) else model.shape == other.shape
-        if tables[0] != tables[1] or not alike:
-            raise NestfedError(
-                f"Sites {first} and {name} hold examples of different kinds or shapes "
-                f"({model.shape} and {other.shape}): all sites must use tables with the same columns, or parts of one dataset."
-            )
-        if other.classes != model.classes:
-            raise NestfedError(
-                f"Sites {first} and {name} have different classes ({', '.join(model.classes)}; "
-                f"{', '.join(other.classes)}): list them in data.classes of the experiment."
-            )
-    # The share of positives in the mixture that the objective averages over, as in `Prepared.positive_rate`.
-    rows = [f.examples if by_examples else 1 for f in facts.values()]
-    shares = [f.positives / max(f.examples, 1) for f in facts.values()]
-    p = sum(weight * share for weight, share in zip(rows, shares)) / max(sum(rows), 1)
-    totals = Totals(len(facts), sum(f.positives for f in facts.values()), sum(f.examples for f in facts.values()))
-    found = Agreement(clients, model.shape, model.classes, p, totals=totals)
-    if not model.sums.schema:
-        return found
-    table = len(model.shape) == 1
-    made = encoding.merge(_sums(facts), mark_gaps=table)
-    return replace(found, encoding=made, shape=(len(made.inputs),) if table else model.shape)
-
-
-def finish(agreement: Agreement, squares: Sequence[np.ndarray], facts: Mapping[str, Facts]) -> Agreement:
-    """Return the agreement with the common deviations."""
-    return replace(agreement, encoding=encoding.finish(agreement.encoding, squares, _sums(facts)))
-
-
-def _sums(facts: Mapping[str, Facts]) -> dict[str, Sums]:
-    return {f"Site {name}": f.sums for name, f in facts.items()}
 
 
 @dataclass(frozen=True)
@@ -126,26 +54,58 @@ def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     return SiteExamples(made, () if images else as_table(whole)[1], names)
 
 
-def facts(experiment: Experiment, place: Place) -> Facts:
-    """Return what a site shares before the first round."""
+def raw_rows(experiment: Experiment, place: Place) -> dict[str, Rows]:
+    """Return a site's rows by part, before the sites have agreed on an encoding."""
     if not isinstance(experiment.problem, Labelled):
-        return Facts()
+        return {}
     if not place.file:
         made = _divided(experiment)
-        rows = _part(made, place.n)
-        positives = int((made.y[rows] == 1).sum())
+        mine = _part(made, place.n)
         names = tuple(map(str, range(made.classes)))
-        return Facts(len(rows), positives, tuple(made.x.shape[1:]), names)
-    mine = own_examples(experiment, place)
-    x, y = mine.prepared.x, mine.prepared.y
-    found = Facts(len(y), int((y == 1).sum()), tuple(x.shape[1:]), mine.classes)
-    return replace(found, sums=Sums.of(x.numpy(), mine.schema)) if mine.schema else found
+        return _by_part(
+            made,
+            mine,
+            place,
+            experiment.partition.clients,
+            lambda held: Rows(held.x.numpy(), held.y.numpy(), classes=names),
+        )
+    own = own_examples(experiment, place)
+    spec = experiment.data
+    stated = bool(spec.binary or spec.positive or spec.classes)
+
+    def rows(held: Held) -> Rows:
+        x = held.x.numpy()
+        table = x if own.schema else None
+        return Rows(x, held.y.numpy(), table=table, schema=own.schema, classes=own.classes, stated=stated)
+
+    return _by_part(own.prepared, own.prepared.parts[0], place, 1, rows)
 
 
-def spread(experiment: Experiment, place: Place, agreement: Agreement) -> np.ndarray:
-    """Return a site's sums of squared differences from the common mean."""
-    mine = own_examples(experiment, place)
-    return agreement.encoding.squares(mine.prepared.x.numpy(), mine.schema, place.file)
+def _by_part(
+    prepared: Prepared, mine: np.ndarray, place: Place, clients: int, make: Callable[[Held], Rows]
+) -> dict[str, Rows]:
+    """Return what `make` makes of a site's training, test and validation examples."""
+    n = place.n if not place.file else 0
+    held = {TEST: _share(prepared.test, n, clients), VALIDATION: _share(prepared.validation, n, clients)}
+    found = {TRAINING: make(Held(prepared.x[mine], prepared.y[mine]))}
+    return found | {part: make(some) for part, some in held.items() if some is not None and len(some.y)}
+
+
+WITHDRAWN = "withdrawn"
+"""The file in a site's state folder that says that it has withdrawn."""
+
+
+def withdraw(state: Path) -> str:
+    """Mark a site as withdrawn; return what that means."""
+    if not state.is_dir():
+        raise NestfedError(f"{state} is not the state folder of a site: give the one in its node configuration.")
+    write_atomically(
+        state / WITHDRAWN, b"This site has withdrawn from its study. Delete this file to take part again.\n"
+    )
+    return (
+        f"The site answers nothing from now on, except that it has withdrawn. Its earlier contributions stay in the model. "
+        f"Delete {state / WITHDRAWN} to take part again."
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -154,34 +114,47 @@ def spread(experiment: Experiment, place: Place, agreement: Agreement) -> np.nda
 
 @dataclass(frozen=True)
 class Made:
-    """The objects of one site, and the function that counts a model's scores."""
+    """The objects of one site."""
 
     assembly: Assembly
-    tally: Callable[[Any], Arrays]
+    rows: Callable[[str], Rows | None]
+    """Returns the rows of a part as model inputs."""
 
 
 def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
     """Return the objects of a site."""
     if not isinstance(experiment.problem, Labelled):
-        return Made(assemble(experiment), lambda model: {})
+        return Made(assemble(experiment), lambda part: None)
     if place.file:
         mine = own_examples(experiment, place)
         prepared = mine.prepared
         if mine.schema:
             prepared = _scaled(prepared, lambda x: agreement.encoding(x.numpy(), mine.schema, place.file))
         rows = prepared.parts[0]
-        held = [prepared.test, prepared.validation]
+        held = {TEST: prepared.test, VALIDATION: prepared.validation}
     else:
         prepared = _divided(experiment)
         rows = _part(prepared, place.n)
-        held = [_share(h, place.n, agreement.clients) for h in (prepared.test, prepared.validation)]
+        both = {TEST: prepared.test, VALIDATION: prepared.validation}
+        held = {part: _share(h, place.n, agreement.clients) for part, h in both.items()}
     # Only this client is ever sampled, so the others can have the same rows.
     prepared = replace(prepared, parts=[rows] * agreement.clients, names=[str(n) for n in range(agreement.clients)])
     if experiment.problem.binary and not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
     assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed, agreement.totals)
-    log_odds = experiment.problem.log_odds
-    return Made(assembly, lambda model: _tally(model, prepared, held, log_odds))
+
+    def rows_of(part: str) -> Rows | None:
+        some = Held(prepared.x[rows], prepared.y[rows]) if part == TRAINING else held[part]
+        if some is None or not len(some.y):
+            return None
+
+        def scores(x: np.ndarray) -> np.ndarray:
+            with torch.no_grad():
+                return scored(assembly.problem.bind(torch.from_numpy(x)), prepared, some)[0]
+
+        return Rows(some.x.numpy(), some.y.numpy(), scores=scores, classes=agreement.classes)
+
+    return Made(assembly, rows_of)
 
 
 def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
@@ -237,73 +210,33 @@ def _with_phantom(prepared: Prepared) -> Prepared:
 # ---------------------------------------------------------------------------------------------------------
 # Metrics
 
-
-def _tally(
-    model: Callable[[Tensor], Tensor], prepared: Prepared, held: Sequence[Held | None], log_odds: bool
-) -> Arrays:
-    """Count scores by class (binary problems, non-empty bins only) and sum correct predictions and losses."""
-    tally: Arrays = {}
-    for prefix, some in zip(("", "val_"), held):
-        if some is None or not len(some.y):
-            continue
-        totals = ScoreTotals.of(*scored(model, prepared, some), log_odds=log_odds)
-        if totals.sums:
-            tally |= {f"{prefix}sum.{k}": np.array(v) for k, v in totals.sums.items()}
-            tally[f"{prefix}sum.examples"] = np.array(float(totals.examples))
-        counted = totals.histogram
-        if counted is None:
-            continue
-        bins = np.flatnonzero(counted.positives + counted.negatives)
-        tally[f"{prefix}histogram"] = np.stack([bins, counted.positives[bins], counted.negatives[bins]]).astype(
-            np.uint32
-        )
-        tally[f"{prefix}unscored"] = np.array(counted.unscored, np.uint32)
-    return tally
+PREFIXES = {TEST: "", VALIDATION: "val_"}
+"""How the names of metrics of a part begin."""
 
 
-BINS = 4096
-MOST = 2**31
+def score_kind(experiment: Experiment, agreement: Agreement) -> str:
+    """Return what a model's outputs are."""
+    if len(agreement.classes) != 2:
+        return LOGITS
+    assert isinstance(experiment.problem, Labelled)
+    return LOG_ODDS if experiment.problem.log_odds else RANKING
 
 
-def tally_error(tally: Mapping[str, np.ndarray]) -> str:
-    """Return what is wrong with a site's tally, or nothing."""
-    for name, value in tally.items():
-        kind = name.removeprefix("val_")
-        if kind == "histogram":
-            if value.dtype != np.uint32 or value.ndim != 2 or len(value) != 3 or value.shape[1] > BINS:
-                return f"its {name} is not a table of bins and counts."
-            if len(np.unique(value[0])) != value.shape[1] or (value[0] >= BINS).any() or (value[1:] >= MOST).any():
-                return f"its {name} has invalid bins or counts."
-        elif kind == "unscored":
-            if value.dtype != np.uint32 or value.ndim:
-                return f"its {name} is not a count."
-        elif kind.startswith("sum."):
-            if value.dtype != np.float64 or value.ndim or np.isinf(value):
-                return f"its {name} is not a sum."
-        else:
-            return f"it sent {name}, which was not requested."
-    return ""
+def evaluation_questions(experiment: Experiment, agreement: Agreement) -> tuple[Question, ...]:
+    """Return what sites are asked to judge the model by."""
+    kind = score_kind(experiment, agreement)
+    return tuple(Question(SCORES, part, {"kind": kind}) for part in PREFIXES)
 
 
-def pool(tallies: Sequence[Mapping[str, np.ndarray]], metric: str | Metric = "") -> Metrics:
-    """Return the metrics over all sites from their tallies; `metric` is that of `nestfed.metrics.judge`."""
+def metrics_of(
+    experiment: Experiment, agreement: Agreement, default: str | Metric, answers: Mapping[int, Answers]
+) -> Metrics:
+    """Return the metrics over all sites from their answers."""
     found: Metrics = {}
-    for prefix in ("", "val_"):
-        totals = [_totals(t, prefix) for t in tallies if f"{prefix}histogram" in t or f"{prefix}sum.examples" in t]
-        if totals:
-            found |= {prefix + k: v for k, v in pooled(totals, metric).items()}
+    kind, metric = score_kind(experiment, agreement), experiment.evaluation.metric or default
+    reduce = "mean" if experiment.exchange.reduction.plain else "median"
+    for one in evaluation_questions(experiment, agreement):
+        replies = [answers[n][one.key] for n in sorted(answers) if one.key in answers[n]]
+        if replies:
+            found |= {PREFIXES[one.part] + k: v for k, v in judged(replies, kind, metric, reduce).items()}
     return found
-
-
-def _totals(tally: Mapping[str, np.ndarray], prefix: str) -> ScoreTotals:
-    """Read what `_tally` wrote."""
-    start = f"{prefix}sum."
-    sums = {k.removeprefix(start): float(v) for k, v in tally.items() if k.startswith(start)}
-    examples = sums.pop("examples", 0.0)
-    if f"{prefix}histogram" not in tally:
-        return ScoreTotals(examples, sums, None)
-    bins, positives, negatives = tally[f"{prefix}histogram"].astype(np.int64)
-    counts = np.zeros((2, BINS), np.int64)
-    counts[0, bins], counts[1, bins] = positives, negatives
-    unscored = int(tally.get(f"{prefix}unscored", np.array(0)))
-    return ScoreTotals(examples, sums, ScoreHistogram(counts[0], counts[1], None, unscored))

@@ -84,7 +84,7 @@ class Local:
 
     # -- the federation's methods
 
-    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
+    def run(self, order: Order, shared: Fields) -> Reply:
         """Run a round."""
         reply = empty_reply(shared, self.method.point, order, self.exchange)
         reply.downloads = len(order.asked)

@@ -19,6 +19,7 @@ from nestfed.engine.program import span_from
 from nestfed.engine.round import Order, Reply, Rules, RunState, close_round
 from nestfed.engine.run_directory import Interrupted, RunDirectory
 from nestfed.engine.schedules import iterations
+from nestfed.queries import Answers, Question
 
 LOG = logging.getLogger(__name__)
 
@@ -29,8 +30,6 @@ class Work:
 
     order: Order
     shared: Fields
-    evaluate: bool
-    """The clients evaluate the broadcast."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,11 @@ class Plan:
     seed: int
     evaluation: Evaluation
     evaluate: Callable[[RunState], Mapping[str, float]] | None = None
-    """Evaluates the state on the server; None if the clients evaluate, or nobody does."""
-    clients_evaluate: bool = False
+    """Evaluates the state on the server; None if the clients do, or nobody does."""
+    questions: tuple[Question, ...] = ()
+    """What clients are asked to evaluate the broadcast."""
+    pool: Callable[[Mapping[int, Answers]], Mapping[str, float]] | None = None
+    """Turns the clients' answers into metrics."""
 
     def tap(self) -> int:
         """Return the iteration whose averaged point is returned, drawn uniformly; −1 unless keep = "uniform"."""
@@ -53,14 +55,15 @@ class Plan:
         T = iterations(self.rules.method, self.rounds, self.q)
         return int(Streams(self.seed).at(Purpose.OUTPUT, 0, 0).integers(max(T, 1)))
 
-    def order(self, state: RunState, tap: int, train: bool) -> Order:
+    def order(self, state: RunState, tap: int, train: bool, questions: tuple[Question, ...] = ()) -> Order:
         """Return the order of the next round."""
         rules = self.rules
         asked = rules.exchange.draw(Streams(self.seed), rules.clients, state.round) if train else []
         span = span_from(rules.method, state.t, self.q)
         return Order(
-            state.round, span, asked, state.seen[asked].tolist(), tap, tables=state.tables, before=state.rounds_before
-        )
+            state.round, span, asked, state.seen[asked].tolist(), tap, tables=state.tables, before=state.rounds_before,
+            questions=questions,
+        )  # fmt: skip
 
 
 def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, Reply, None]:
@@ -77,14 +80,14 @@ def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, R
             with book.lap("evaluation"):
                 book.judge(state, plan.evaluate(state))
         book.settle(state, over)
-        ask = due and plan.clients_evaluate
-        if over and not ask:
+        questions = plan.questions if due else ()
+        if over and not questions:
             return
-        order = plan.order(state, tap, train=not over)
+        order = plan.order(state, tap, train=not over, questions=questions)
         began = perf_counter()
-        reply = yield Work(order, state.shared, ask)
-        if ask:
-            book.judge(state, reply.metrics)
+        reply = yield Work(order, state.shared)
+        if questions and plan.pool is not None:
+            book.judge(state, plan.pool(reply.answers))
         if over:
             book.settle(state, over)  # a run of 0 rounds has no line yet
             return
@@ -104,7 +107,7 @@ def drive(plan: Plan, state: RunState, federation: Federation, book: RunDirector
     try:
         work = next(loop, None)
         while work is not None:
-            work = send(loop, federation.run(work.order, work.shared, work.evaluate))
+            work = send(loop, federation.run(work.order, work.shared))
     except Interrupted:
         raise
     except NestfedError as error:

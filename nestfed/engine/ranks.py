@@ -62,7 +62,7 @@ class Ranks:
         self._inner, self._group, self._clients, self._device = inner, group, clients, device
         self._block = group.block(clients)
 
-    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
+    def run(self, order: Order, shared: Fields) -> Reply:
         """Run this rank's clients, then sum over all ranks."""
         mine = order.only([i for i, n in enumerate(order.asked) if n in self._block])
         failure: NestfedError | None = None

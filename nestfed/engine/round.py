@@ -19,6 +19,7 @@ from nestfed.core import DivergedError, Fields, Metric, NestfedError, Paired, Pr
 from nestfed.engine.options import Exchange
 from nestfed.engine.privacy import Noise
 from nestfed.engine.program import TAP, AnyAlgorithm, Span
+from nestfed.queries import Answers, Question
 
 Record = dict[str, Any]
 """A line of the record: round, iteration, participants, loss, drift, examples, bytes_up, bytes_down, seconds, metrics."""
@@ -43,6 +44,8 @@ class Order:
     """The tables of the clients' contributions, and who is fresh (`Algorithm.gathered`)."""
     before: int = 0
     """Rounds of a warm-up, for messages."""
+    questions: tuple[Question, ...] = ()
+    """Answered by every client, also by those that do not train, at the broadcast and before training."""
 
     @property
     def number(self) -> int:
@@ -105,8 +108,8 @@ class Reply:
     moved: float = 0.0
     examples: int = 0
     evaluations: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the broadcast, if the clients evaluate it."""
+    answers: dict[int, Answers] = field(default_factory=dict)
+    """The answers to the order's questions, by client."""
     laps: dict[str, float] = field(default_factory=dict)
     """Seconds by activity."""
     gathered: dict[int, Fields] = field(default_factory=dict)

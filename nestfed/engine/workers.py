@@ -84,7 +84,7 @@ class Workers:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
+    def run(self, order: Order, shared: Fields) -> Reply:
         """Divide the clients among the workers, wait for all, and sum."""
         if not order.asked:
             return self._local.run(order, shared)

@@ -1,6 +1,6 @@
 """What a site may be asked for besides training: queries, each with the declaration of its reply.
 
-`QUERIES` lists them. A site answers only queries that its own installation knows, and sends nothing else.
+`QUERIES` lists them. A site answers only queries that its own installation knows and its study needs.
 """
 
 from nestfed.core import Registry
@@ -10,18 +10,25 @@ from nestfed.queries.base import (
     TEST,
     TRAINING,
     VALIDATION,
+    Answers,
     Arrays,
     Ask,
-    AtMost,
     Field,
     Query,
+    Question,
     Rows,
     TooFewError,
+    answered,
     at_hand,
     pooled,
 )
+from nestfed.queries.scores import SCORES
+from nestfed.queries.slots import AtMost
+from nestfed.queries.tables import CLASSES, SQUARES, TABLE
 
 QUERIES: Registry[Query] = Registry("query")
+for _query in (TABLE, CLASSES, SQUARES, SCORES):
+    QUERIES.add(_query.name, _query)
 for _name, _place in {
     "regression-facts": "newton:FACTS",
     "regression-sums": "newton:SUMS",
@@ -43,6 +50,6 @@ for _name, _place in {
     QUERIES.add(_name, f"nestfed.queries.{_place}")
 
 __all__ = [
-    "PARTS", "QUERIES", "ROWS", "TEST", "TRAINING", "VALIDATION", "Arrays", "Ask", "AtMost", "Field", "Query", "Rows",
-    "TooFewError", "at_hand", "pooled",
+    "CLASSES", "PARTS", "QUERIES", "ROWS", "SCORES", "SQUARES", "TABLE", "TEST", "TRAINING", "VALIDATION", "Answers",
+    "Arrays", "Ask", "AtMost", "Field", "Query", "Question", "Rows", "TooFewError", "answered", "at_hand", "pooled",
 ]  # fmt: skip

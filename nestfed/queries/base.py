@@ -7,6 +7,7 @@ a site, the disclosure rule that the site sets (`min_cell`), and the number of b
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -14,10 +15,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from nestfed.core import NestfedError
+from nestfed.data.encoding import Schema
+from nestfed.queries.slots import AtMost, Slot, misfit, most_bytes
+
+LOG = logging.getLogger(__name__)
 
 Arrays = Mapping[str, np.ndarray]
-Header = Mapping[str, tuple[str, tuple[int, ...]]]
-"""The type and the shape of every array of a reply."""
 
 DTYPES = {"count": "<i8", "index": "<i8", "sum": "<f8", "text": "|u1"}
 ROWS = "rows"
@@ -27,7 +30,7 @@ TRAINING, VALIDATION, TEST = PARTS = ("training", "validation", "test")
 
 
 class TooFewError(NestfedError):
-    """A site has fewer rows than its `min_cell` allows to describe."""
+    """A site has no rows for a query, or fewer than its `min_cell` allows to describe."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,14 @@ class Rows:
     """Columns as text, to count subgroups by."""
     scores: Callable[[np.ndarray], np.ndarray] | None = None
     """The scores of the rows under a model, given its parameters as one vector."""
+    table: np.ndarray | None = None
+    """The site's own table before it is encoded, for queries that agree on the encoding."""
+    schema: Schema = ()
+    """The columns of `table`."""
+    classes: tuple[str, ...] = ()
+    """The names of the classes."""
+    stated: bool = True
+    """Whether the study states these names; otherwise they come from this site's rows."""
 
     def __len__(self) -> int:
         return len(self.y)
@@ -54,12 +65,17 @@ class Rows:
         In a column with two values, such as a category's 0/1, rarer than `min_cell`, all rows get the common value. Rare
         missing values become the column's mean, and a column with too few known values becomes missing.
         """
-        if min_cell < 2 or self.x.ndim != 2:
+        if min_cell < 2:
             return self
-        x = np.array(self.x, np.float64)
-        for column in x.T:
-            _coarsen(column, min_cell)
-        return replace(self, x=x)
+        table = None if self.table is None else _coarse(self.table, min_cell)
+        return replace(self, x=_coarse(self.x, min_cell) if self.x.ndim == 2 else self.x, table=table)
+
+
+def _coarse(values: np.ndarray, min_cell: int) -> np.ndarray:
+    found = np.array(values, np.float64)
+    for column in found.T:
+        _coarsen(column, min_cell)
+    return found
 
 
 def _coarsen(column: np.ndarray, min_cell: int) -> None:
@@ -76,13 +92,6 @@ def _coarsen(column: np.ndarray, min_cell: int) -> None:
 
 
 @dataclass(frozen=True)
-class AtMost:
-    """A size that the site decides, up to a limit."""
-
-    limit: int
-
-
-@dataclass(frozen=True)
 class Field:
     """One array of a reply."""
 
@@ -94,6 +103,8 @@ class Field:
     """The names of its sizes; the query's `sizes` gives their values."""
     over: str = ""
     """For a sum: the count of the rows that each cell adds up; empty = all rows of the part."""
+    signed: bool = True
+    """For a sum: whether it can be negative."""
 
     @property
     def dtype(self) -> str:
@@ -121,6 +132,12 @@ class Query:
     """Replaces the default rule: given the reply and `min_cell`, returns it without cells below `min_cell`."""
     prepare: Callable[..., Rows] | None = None
     """Replaces `Rows.coarse`: given the rows, `min_cell` and the arguments, returns the rows that the query may use."""
+    check: Callable[..., Any] | None = None
+    """Reads a reply, given it and the arguments, and raises a ValueError if it contradicts itself."""
+    of_columns: bool = True
+    """Whether it describes columns, so that rare values are removed from the rows first."""
+    at_model: bool = False
+    """Whether it describes scores of a model, whose parameters are the argument `x`."""
 
     @property
     def declared(self) -> dict[str, Field]:
@@ -136,7 +153,7 @@ class Query:
         made = self.compute(self._prepared(rows, min_cell, arguments), **arguments)
         found = {ROWS: np.array(len(rows), "<i8")}
         found |= {k: np.asarray(v, self.declared[k].dtype) for k, v in made.items()}
-        if sentence := self.error({k: (v.dtype.str, v.shape) for k, v in found.items()}, **arguments):
+        if sentence := misfit({k: (v.dtype.str, v.shape) for k, v in found.items()}, self.slots(**arguments)):
             raise NestfedError(f"The query {self.name!r} broke its own declaration: {sentence}")
         if min_cell > 1:
             found |= (self.protect or self._suppressed)(found, min_cell)
@@ -144,9 +161,9 @@ class Query:
 
     def _prepared(self, rows: Rows, min_cell: int, arguments: Mapping[str, Any]) -> Rows:
         """Return the rows that the query may use under the site's disclosure rule."""
-        if min_cell < 2 or self.prepare is None:
-            return rows.coarse(min_cell)
-        return self.prepare(rows, min_cell, **arguments)
+        if min_cell > 1 and self.prepare is not None:
+            return self.prepare(rows, min_cell, **arguments)
+        return rows.coarse(min_cell) if self.of_columns else rows
 
     def _suppressed(self, reply: Arrays, min_cell: int) -> Arrays:
         """Set small counts, and the sums over their rows, to 0; a count that leaves few rows out, to all rows."""
@@ -160,45 +177,79 @@ class Query:
                 found[k] = np.where(gone.reshape(gone.shape + (1,) * (reply[k].ndim - gone.ndim)), 0.0, reply[k])
         return found
 
-    def error(self, header: Header, **arguments: Any) -> str:
-        """Return what is wrong with a reply's names, types or shapes, or nothing; no array is needed."""
-        if set(header) != set(self.declared):
-            return f"it sent {', '.join(sorted(header)) or 'nothing'} instead of {', '.join(sorted(self.declared))}."
+    def slots(self, **arguments: Any) -> dict[str, Slot]:
+        """Return the type and the sizes of every array of a reply."""
         sizes = self.sizes(**arguments)
-        for name, one in self.declared.items():
-            dtype, shape = header[name]
-            if dtype != one.dtype:
-                return f"its {name} is {dtype} instead of {one.dtype}."
-            limits = [sizes[size] for size in one.shape]
-            fits = len(shape) == len(limits) and all(
-                0 <= n <= limit.limit if isinstance(limit, AtMost) else n == limit for n, limit in zip(shape, limits)
-            )
-            if not fits:
-                wanted = ", ".join(f"at most {v.limit}" if isinstance(v, AtMost) else str(v) for v in limits)
-                return f"its {name} has shape {shape} instead of ({wanted})."
-        return ""
+        return {k: Slot(f.dtype, tuple(sizes[name] for name in f.shape)) for k, f in self.declared.items()}
 
     def most_bytes(self, **arguments: Any) -> int:
         """Return the largest number of bytes of a reply's arrays."""
-        sizes = {k: v.limit if isinstance(v, AtMost) else v for k, v in self.sizes(**arguments).items()}
-        return sum(
-            int(np.dtype(f.dtype).itemsize * np.prod([sizes[k] for k in f.shape], dtype=object))
-            for f in self.declared.values()
-        )
+        return most_bytes(self.slots(**arguments))
 
-    def invalid(self, reply: Arrays, most_rows: int | None = None) -> str:
+    def invalid(self, reply: Arrays, most_rows: int | None = None, **arguments: Any) -> str:
         """Return what is wrong with the values of a reply, or nothing; `most_rows`: the rows that the site declared."""
+        sizes: dict[str, int] = {}
         for name, one in self.declared.items():
             value = reply[name]
+            if any(sizes.setdefault(size, n) != n for size, n in zip(one.shape, value.shape)):
+                return f"its {name} has another size than its other arrays."
             if one.kind == "sum" and not np.isfinite(value).all():
                 return f"its {name} holds infinite or NaN values."
+            if one.kind == "sum" and not one.signed and (value < 0).any():
+                return f"its {name} holds negative values."
             if one.kind == "count" and ((value < 0).any() or (most_rows is not None and (value > most_rows).any())):
                 return f"its {name} holds counts outside 0 to {'the number of its rows' if most_rows is None else most_rows}."
+        try:
+            if self.check is not None:
+                self.check(reply, **arguments)
+        except ValueError as error:
+            return str(error)
         return ""
 
 
+@dataclass(frozen=True)
+class Question:
+    """A query about one part of a site's table."""
+
+    query: Query
+    part: str = TRAINING
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What it is called in a message, which may carry several questions."""
+        return f"{self.query.name}.{self.part}"
+
+    def answer(self, parts: Mapping[str, Rows], min_cell: int, x: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Return a site's reply; `x`: the parameters of the model, for a query about its scores."""
+        if self.part not in parts:
+            raise TooFewError(f"This site has no {self.part} rows.")
+        model = {"x": x} if self.query.at_model and x is not None else {}
+        return self.query(parts[self.part], min_cell, **self.arguments, **model)
+
+
+Answers = Mapping[str, Arrays]
+"""A site's replies by the question's key. A question is missing if the site has too few rows for it."""
+
+
+def answered(
+    questions: Iterable[Question], parts: Mapping[str, Rows], min_cell: int, x: np.ndarray | None = None
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return a site's replies to the questions for which it has enough rows."""
+    found = {}
+    for one in questions:
+        try:
+            found[one.key] = one.answer(parts, min_cell, x)
+        except TooFewError as error:
+            LOG.info("%s", error)
+    return found
+
+
 class Ask(Protocol):
-    """Asks every site a query about one part of its table; returns the replies by the site's number."""
+    """Asks every site a query about one part of its table; returns the replies by the site's number.
+
+    Sites with too few rows for their `min_cell` are missing.
+    """
 
     def __call__(self, query: Query, part: str = TRAINING, **arguments: Any) -> Mapping[int, Arrays]: ...  # noqa: D102
 
@@ -207,7 +258,9 @@ def at_hand(sites: Sequence[Mapping[str, Rows]], min_cell: int = 0) -> Ask:
     """Return how to ask sites whose tables are at hand, by part, as in a simulation."""
 
     def ask(query: Query, part: str = TRAINING, **arguments: Any) -> Mapping[int, Arrays]:
-        return {n: query(parts[part], min_cell, **arguments) for n, parts in enumerate(sites)}
+        one = Question(query, part, arguments)
+        replies = {n: answered([one], parts, min_cell) for n, parts in enumerate(sites)}
+        return {n: reply[one.key] for n, reply in replies.items() if reply}
 
     return ask
 

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 
 from nestfed.core import NestfedError
-from nestfed.queries.base import ROWS, TRAINING, VALIDATION, Arrays, Ask, AtMost, Field, Query, Rows, pooled
+from nestfed.queries.base import ROWS, TRAINING, VALIDATION, Arrays, Ask, Field, Query, Rows, pooled
 from nestfed.queries.guard import arrays, complete, persons, steady
 from nestfed.queries.newton import Path, choose_ridge
+from nestfed.queries.slots import AtMost
 from nestfed.queries.solve import Fit, Minimum, Sums, constant_columns, covariances, newton, not_identified
 from nestfed.queries.times import Grid, agree, by_cell, by_event, cells_of, counts, split
 
@@ -207,7 +208,7 @@ def _sizes(coef: Any, starts: Any = (), **_: Any) -> Mapping[str, int]:
 _BY_CELL = ("cells",)
 RISK = Query(
     "cox-risk",
-    "compares the rows at risk at all sites (the partial likelihood)",
+    "to compare the rows at risk at all sites (the partial likelihood)",
     _risk,
     {
         "events": Field("the number of events in every cell of time", "count", _BY_CELL),
@@ -221,7 +222,7 @@ RISK = Query(
 )
 MOMENTS = Query(
     "cox-moments",
-    "takes a Newton step of a Cox regression over all sites",
+    "to take a Newton step of a Cox regression over all sites",
     _moments,
     {
         "first": Field(
@@ -235,7 +236,7 @@ MOMENTS = Query(
 )
 OUTER = Query(
     "cox-outer",
-    "computes robust standard errors of a Cox regression",
+    "to compute robust standard errors of a Cox regression",
     _outer,
     {
         "outer": Field(
@@ -248,7 +249,7 @@ OUTER = Query(
 )
 OWN = Query(
     "cox-stratified",
-    "takes a Newton step of a Cox regression that compares rows within their site only",
+    "to take a Newton step of a Cox regression that compares rows within their site only",
     _own,
     {
         "events": Field("the number of events", "count"),
@@ -274,7 +275,7 @@ def _facts(rows: Rows) -> Arrays:
 
 FACTS = Query(
     "survival-facts",
-    "finds sites and columns that a survival model cannot use",
+    "to find sites and columns that a survival model cannot use",
     _facts,
     {
         "used": Field("the number of rows that it may describe; 0 if its disclosure rule leaves no sums", "count"),

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import numpy as np
 
 from nestfed.core import NestfedError
-from nestfed.queries.base import ROWS, TRAINING, VALIDATION, Arrays, Ask, AtMost, Field, Query, Rows, pooled
+from nestfed.queries.base import ROWS, TRAINING, VALIDATION, Arrays, Ask, Field, Query, Rows, pooled
 from nestfed.queries.guard import arrays, complete, guarded, persons, steady
+from nestfed.queries.slots import AtMost
 from nestfed.queries.solve import Fit, Minimum, Sums, constant_columns, covariances, newton, not_identified
 
 Family = Literal["logistic", "linear"]
@@ -157,7 +158,7 @@ _OUTER = Field(
 
 FACTS = Query(
     "regression-facts",
-    "finds sites and columns that a regression cannot use",
+    "to find sites and columns that a regression cannot use",
     _facts,
     {
         "used": _USED,
@@ -169,7 +170,7 @@ FACTS = Query(
 )
 SUMS = Query(
     "regression-sums",
-    "takes a Newton step of a regression over all sites",
+    "to take a Newton step of a regression over all sites",
     _sums,
     {"used": _USED, "loss": _LOSS, "gradient": _GRADIENT, "hessian": _HESSIAN},
     sizes=_sizes,
@@ -177,7 +178,7 @@ SUMS = Query(
 )
 OUTER = Query(
     "regression-outer",
-    "computes robust standard errors of a regression",
+    "to compute robust standard errors of a regression",
     _outer,
     {"used": _USED, "outer": _OUTER},
     sizes=_sizes,
@@ -185,7 +186,7 @@ OUTER = Query(
 )
 WITHIN = Query(
     "regression-within",
-    "takes a Newton step of a regression in which every site has its own intercept, which stays there",
+    "to take a Newton step of a regression in which every site has its own intercept, which stays there",
     _within,
     {"used": _USED, "loss": _LOSS, "gradient": _GRADIENT, "hessian": _HESSIAN, "outer": _OUTER},
     sizes=_sizes,

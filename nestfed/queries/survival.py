@@ -71,7 +71,7 @@ def _brier(rows: Rows, coef: Any, times: Any, hazard: Any, starts: Any, before: 
 
 LIFE = Query(
     "life-table",
-    "draws survival curves by site, and finds how many rows are censored when",
+    "to draw survival curves by site, and to find how many rows are censored when",
     counts,
     {
         "events": Field("the number of events in every cell of time", "count", ("cells",)),
@@ -82,7 +82,7 @@ LIFE = Query(
 )
 PAIRS = Query(
     "concordance-within",
-    "computes the C-index of pairs inside sites",
+    "to compute the C-index of pairs inside sites",
     _pairs,
     {
         "events": Field("the number of events", "count"),
@@ -94,7 +94,7 @@ PAIRS = Query(
 )
 SCORED = Query(
     "concordance-histogram",
-    "computes the C-index of all pairs, also those of rows at different sites",
+    "to compute the C-index of all pairs, also those of rows at different sites",
     _scored,
     {
         "events": Field("the number of events by cell of time and bin of the score", "count", ("cells", "bins")),
@@ -104,7 +104,7 @@ SCORED = Query(
 )
 BRIER = Query(
     "brier",
-    "computes the Brier score of predicted survival",
+    "to compute the Brier score of predicted survival",
     _brier,
     {
         "used": Field("the number of rows in the sums", "count"),

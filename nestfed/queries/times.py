@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from nestfed.core import NestfedError
-from nestfed.queries.base import ROWS, TRAINING, Arrays, Ask, AtMost, Field, Query, Rows, pooled
+from nestfed.queries.base import ROWS, TRAINING, Arrays, Ask, Field, Query, Rows, pooled
 from nestfed.queries.guard import arrays, complete, guarded, least, nothing
+from nestfed.queries.slots import AtMost
 
 MOST_TIMES = 20_000
 """With more distinct times than this, cells are quantiles."""
@@ -138,7 +139,7 @@ def _levels(rows: Rows, starts: Any, levels: int) -> Arrays:
 
 TIMES = Query(
     "event-times",
-    "agrees on the times at which risk sets are compared",
+    "to agree on the times at which risk sets are compared",
     _times,
     {
         "times": Field(
@@ -148,10 +149,11 @@ TIMES = Query(
     },
     sizes=lambda every, most: {"times": AtMost(most)},
     protect=_keep_times,
+    of_columns=False,
 )
 HISTOGRAM = Query(
     "event-histogram",
-    "finds cells of time that hold about equally many events",
+    "to find cells of time that hold about equally many events",
     _histogram,
     {
         "events": Field(
@@ -160,10 +162,11 @@ HISTOGRAM = Query(
     },
     sizes=lambda starts: {"cells": len(starts)},
     protect=_rounded,
+    of_columns=False,
 )
 CELLS = Query(
     "survival-cells",
-    "finds how fine the common cells of time may be",
+    "to find how fine the common cells of time may be",
     _levels,
     {
         "used": Field("the number of rows that it may describe at all", "count"),

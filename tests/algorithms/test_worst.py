@@ -177,6 +177,7 @@ def test_cvar_minimises_the_mean_of_the_worst_share() -> None:
 
 
 @each
+@pytest.mark.long
 def test_the_worst_client_is_better_off(method: Any) -> None:
     bowls = Bowls()
     options = {"afl": {"gamma": 0.05}, "cvar-dro": {"rho": 1 / N, "eta_s": 0.02}}.get(method.name, {})

@@ -207,6 +207,7 @@ def test_missing_and_unreadable_files(here: Here) -> None:
     here.refused(("run", "binary.toml"), "binary.toml")
 
 
+@pytest.mark.long
 def test_a_sweep_and_a_comparison_are_exported(here: Here, tmp_path: Path) -> None:
     """One table and one picture for q = 1 and 4; CSV, LaTeX and PDF of a sweep, a comparison in it, and a run of that."""
     words = (

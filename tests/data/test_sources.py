@@ -198,6 +198,7 @@ def test_wikitext(real: Path) -> None:
 
 
 @data
+@pytest.mark.long
 def test_tiny_imagenet(real: Path) -> None:
     split = load("tiny-imagenet")
     assert split.train.x.shape == (10000, 3, 64, 64)

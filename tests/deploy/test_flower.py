@@ -24,19 +24,35 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from nestfed.core import Clients, NestfedError
+from nestfed.deploy.agree import Agreement
 from nestfed.deploy.flower import Custom, client_app, roster, server
+from nestfed.deploy.flower.mailbox import content_of
 from nestfed.deploy.flower.messages import read_plan, stamp_of
-from nestfed.deploy.site import Agreement
+from nestfed.deploy.wire import pack
 from nestfed.engine.federation import Failing
 from nestfed.engine.options import Exchange
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
 from nestfed.experiment.spec import Experiment, RunSpec, from_tables
-from tests.flower import LocalGrid, checkpointed, coordinate, deploy, federation, simulated, toy
+from nestfed.queries import SCORES
+from tests.flower import (
+    LocalGrid,
+    arrays_of,
+    checkpointed,
+    coordinate,
+    deploy,
+    federation,
+    opened,
+    rewritten,
+    sealed,
+    simulated,
+    toy,
+)
 from tests.methods import Q
 from tests.support import simulate
 
+STAMP = {"protocol", "version", "digest"}
 COSTS = ("round", "iteration", "participants", "examples", "bytes_up", "bytes_down")
 
 
@@ -44,14 +60,14 @@ def shipped(grid: LocalGrid, kind: str) -> list[tuple[int, Message, Message]]:
     return [(n, m, r) for n, m, r in grid.messages if m.metadata.message_type == kind and r is not None]
 
 
-def payload(record: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {k: (a.dtype, tuple(a.shape)) for k, a in record.items()}
+def payload(message: Message, prefix: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {k: (str(a.dtype), a.shape) for k, a in arrays_of(message, prefix).items()}
 
 
 def script(monkeypatch: pytest.MonkeyPatch, absent: dict[int, int]) -> None:
     """Make the simulation leave out a client in certain rounds: {round: client}."""
 
-    def run(self: Any, order: Any, shared: Any, evaluate: bool = False) -> Any:
+    def run(self: Any, order: Any, shared: Any) -> Any:
         there = [i for i, n in enumerate(order.asked) if absent.get(order.round + 1) != n]
         reply = self.inner.run(order.only(there), shared)
         reply.downloads = len(order.asked)
@@ -64,26 +80,24 @@ def only_what_is_declared_leaves(name: str, grid: LocalGrid, bytes_up: int) -> N
     """Of a toy's rounds: the shared fields in their dtype, three numbers, and which round they are for. No more."""
     template = method(name).init(setting(name).problem, setting(name).problem.x0)
     fields = {k: ("float64", tuple(getattr(template, k).shape)) for k in METHODS[name].shared}
-    stamp = {"protocol", "version", "digest"}
-    tables, gathered = ({"tables"}, {"gathered"}) if METHODS[name].gathered else (set(), set())
+    gathered, tables = set(METHODS[name].gathered), set(METHODS[name].gathered.values())
     sent = 0
     for _, order, reply in shipped(grid, "train"):
-        assert set(order.content) - {"plan", "scaling"} == {"order", "shared"} | tables
-        assert payload(order.content["shared"]) == fields
-        assert set(reply.content) == {"answer", "fields", "report"} | gathered
-        assert payload(reply.content["fields"]) == fields
-        assert set(reply.content["report"]) | {"loss"} == {"loss", "moved", "examples"}  # a problem may note no loss
-        assert set(reply.content["answer"]) == stamp | {"token", "client", "round"}
-        sent += sum(a.numpy().nbytes for a in reply.content["fields"].values())
-        if gathered:
-            assert set(order.content["tables"]) == {*METHODS[name].gathered.values(), "fresh"}
-            assert set(reply.content["gathered"]) == set(METHODS[name].gathered)
-            sent += sum(a.numpy().nbytes for a in reply.content["gathered"].values())
+        given = {k for k in arrays_of(order) if not k.startswith("plan.")}
+        assert given == {f"shared.{k}" for k in fields} | (
+            {f"tables.{k}" for k in {*tables, "fresh"}} if tables else set()
+        )
+        assert payload(order, "shared.") == fields
+        assert set(arrays_of(reply)) == {f"fields.{k}" for k in fields} | {f"gathered.{k}" for k in gathered}
+        assert payload(reply, "fields.") == fields
+        words = opened(reply).words
+        assert set(words["report"]) | {"loss"} == {"loss", "moved", "examples"}  # a problem may note no loss
+        assert set(words) == STAMP | {"client", "group", "report"}
+        sent += sum(a.nbytes for a in arrays_of(reply).values())
     assert sent == bytes_up
     for _, _, reply in shipped(grid, "query.hello"):
-        assert set(reply.content) == {"site", "sums"}
-        counts = {"client", "site", "examples", "positives", "shape", "classes", "columns"}
-        assert set(reply.content["site"]) == stamp | counts
+        assert arrays_of(reply) == {}
+        assert set(opened(reply).words) == STAMP | {"client", "group", "site", "rows", "torch"}
     assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "train"}
 
 
@@ -101,7 +115,7 @@ def test_a_served_method_equals_simulation(tmp_path: Path) -> None:
         torch.testing.assert_close(state[f"shared.{field}"], value, rtol=0, atol=1e-12)
     assert {"server.M.theta", "server.V.theta", "server.M.w", "server.V.w"} <= state.keys()
     for _, order, reply in shipped(grid, "train"):
-        assert set(order.content["shared"]) == set(reply.content["fields"]) == {"theta", "w", "u", "v"}
+        assert set(arrays_of(order, "shared.")) == set(arrays_of(reply, "fields.")) == {"theta", "w", "u", "v"}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -252,8 +266,8 @@ def test_encoded_equals_simulation(name: str, encode: str, tmp_path: Path, monke
     records = read_record(tmp_path / "run" / "record.jsonl")
     assert records[-1]["bytes_up"] == expected.history[-1]["bytes_up"]
     assert records[-1]["bytes_down"] == expected.history[-1]["bytes_down"]
-    sent = [a.numpy().nbytes for _, _, r in shipped(grid, "train") for a in r.content["fields"].values()]
-    got = [a.numpy().nbytes for _, m, _ in grid.messages if "shared" in m.content for a in m.content["shared"].values()]
+    sent = [a.nbytes for _, _, r in shipped(grid, "train") for a in arrays_of(r, "fields.").values()]
+    got = [a.nbytes for _, m, _ in grid.messages for a in arrays_of(m, "shared.").values()]
     assert sum(sent) == records[-1]["bytes_up"]
     assert sum(got) == records[-1]["bytes_down"]
 
@@ -311,8 +325,8 @@ def test_numbers_that_go_wrong_at_a_site(on_nan: str, tmp_path: Path) -> None:
         torch.testing.assert_close(checkpointed(tmp_path)[f"shared.{field}"], value, rtol=0, atol=1e-12)
     records = read_record(tmp_path / "run" / "record.jsonl")
     assert [r["participants"] for r in records] == [0, 5, 4, 5, 5]
-    bad = [r for node, m, r in shipped(grid, "train") if node == 102 and m.content["order"]["round"] == 1]
-    assert [set(r.content) for r in bad] == [{"trouble"}]
+    bad = [r for node, m, r in shipped(grid, "train") if node == 102 and opened(m).words["round"] == 1]
+    assert [opened(r).words for r in bad] == [{"trouble": "diverged", "site": "clinic-2"}]
 
 
 def test_a_lost_hello_is_repeated(tmp_path: Path) -> None:
@@ -353,7 +367,7 @@ class OffByOne(LocalGrid):
         return names
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        now = server.time.monotonic()
+        now = roster.time.monotonic()
         for node, inbox in self.inbox.items():
             while node in self.waits or inbox:
                 if node in self.waits:
@@ -374,7 +388,7 @@ class OffByOne(LocalGrid):
 def test_a_site_that_keeps_its_answers_back(seconds: float, tmp_path: Path) -> None:
     """Its SuperNode outlived a run that was stopped; the numbers are those of the others, and nobody waits for long."""
     study = toy("fcsg-m", rounds=3)
-    costs = {"query.hello": 2.0, "train": seconds, "evaluate": 1.0}
+    costs = {"query.hello": 2.0, "train": seconds, "query.ask": 1.0}
     plain = deploy(study, tmp_path / "plain", 5)
     assert len([m for _, m, _ in plain.messages if m.metadata.message_type == "query.hello"]) == 5
     times = {}
@@ -382,9 +396,9 @@ def test_a_site_that_keeps_its_answers_back(seconds: float, tmp_path: Path) -> N
         folder = tmp_path / f"{len(behind)}"
         apps = federation(study, folder, 5)
         grid = OffByOne(apps.apps, apps.configs, costs=costs, behind=behind)
-        start = server.time.monotonic()
+        start = roster.time.monotonic()
         coordinate(study, folder, grid, sites=5, deadline=1000.0)
-        times[len(behind)] = server.time.monotonic() - start
+        times[len(behind)] = roster.time.monotonic() - start
         torch.testing.assert_close(checkpointed(folder), checkpointed(tmp_path / "plain"), rtol=0, atol=0)
         assert read_record(folder / "run" / "record.jsonl")[-1]["participants"] == 5
         assert len([m for _, m, _ in grid.messages if m.metadata.message_type == "train"]) == 15
@@ -398,7 +412,7 @@ def test_a_run_continues_without_a_site_that_does_not_answer(seconds: float, rou
     """With `min-sites` the others begin before it is known; then one round at most ends without it."""
     study = toy("fcsg-m", rounds=rounds)
     apps = federation(study, tmp_path, 5)
-    costs = {"query.hello": 2.0, "train": seconds, "evaluate": 1.0}
+    costs = {"query.hello": 2.0, "train": seconds, "query.ask": 1.0}
     grid = OffByOne(apps.apps, apps.configs, costs=costs, behind={102})
     fewer = {"sites": 5, "min_sites": 4, "deadline": 400.0}
     claim(tmp_path / "run", study)
@@ -414,7 +428,7 @@ def test_a_site_that_falls_behind_in_the_middle(tmp_path: Path) -> None:
     """As when a connection breaks after it has stored an answer: found by the silence, and then known."""
     study = toy("fcsg-m", rounds=6)
     apps = federation(study, tmp_path, 5)
-    grid = OffByOne(apps.apps, apps.configs, costs={"query.hello": 2.0, "train": 1.0, "evaluate": 1.0}, behind=set())
+    grid = OffByOne(apps.apps, apps.configs, costs={"query.hello": 2.0, "train": 1.0, "query.ask": 1.0}, behind=set())
     trains = itertools.count()
 
     def fall(n: int, round: int, reply: Message) -> Message:
@@ -423,10 +437,10 @@ def test_a_site_that_falls_behind_in_the_middle(tmp_path: Path) -> None:
         return reply
 
     grid.tamper = fall
-    start = server.time.monotonic()
+    start = roster.time.monotonic()
     coordinate(study, tmp_path, grid, sites=5, deadline=400.0)
     assert [r["participants"] for r in read_record(tmp_path / "run" / "record.jsonl")][1:] == [5] * 6
-    assert server.time.monotonic() - start < 400 / 4 + 2 * roster.FLUSH_WAIT + 6 * 12
+    assert roster.time.monotonic() - start < 400 / 4 + 2 * roster.FLUSH_WAIT + 6 * 12
     assert not (tmp_path / "run" / "sites.log").exists()
 
 
@@ -443,29 +457,26 @@ def test_a_slow_site_is_not_taken_for_one_that_keeps_back(tmp_path: Path) -> Non
 # Nothing bad gets in
 
 
-def changed(reply: Message, field: str, value: np.ndarray) -> Message:
-    reply.content["fields"][field] = Array(value)
-    return reply
+def changed(reply: Message, field: str, value: np.ndarray | None) -> Message:
+    return rewritten(reply, arrays={f"fields.{field}": value})
 
 
-def worded(reply: Message, record: str, **words: Any) -> Message:
-    for key, value in words.items():
-        reply.content[record][key] = value
-    return reply
+def reported(reply: Message, **report: Any) -> Message:
+    return rewritten(reply, {"report": {**opened(reply).words["report"], **report}})
+
+
+def forged(reply: Message, dtype: str, shape: list[int], size: int = 24) -> Message:
+    """A message of some bytes whose header claims one array of this type and shape, as no honest site can write it."""
+    words = json.dumps({**opened(reply).words})
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}
+    header = json.dumps({"__metadata__": {"words": words}, "fields.theta": entry}).encode()
+    return sealed(reply, len(header).to_bytes(8, "little") + header + bytes(size))
 
 
 def pickled(reply: Message) -> Message:
-    import io
+    import pickle
 
-    buffer = io.BytesIO()
-    np.save(buffer, np.array([print], dtype=object), allow_pickle=True)
-    reply.content["fields"]["theta"] = Array("float64", (3,), "numpy.ndarray", buffer.getvalue())
-    return reply
-
-
-def without(reply: Message, record: str, key: str) -> Message:
-    del reply.content[record][key]
-    return reply
+    return sealed(reply, pickle.dumps({"theta": print}))
 
 
 def extra(reply: Message) -> Message:
@@ -474,25 +485,38 @@ def extra(reply: Message) -> Message:
 
 
 X = np.array([0.1, 0.2, 0.3])
+DEEP = b"[" * 100_000
 BAD: dict[str, tuple[Callable[[Message], Message], str]] = {
     "nan": (lambda m: changed(m, "theta", np.array([0.1, np.nan, 0.2])), "theta holds infinite or NaN"),
     "infinite": (lambda m: changed(m, "v", np.array([0.1, np.inf])), "v holds infinite or NaN"),
-    "shape": (lambda m: changed(m, "theta", np.zeros(4)), r"shape \(4,\) instead of \(3,\)"),
-    "dtype": (lambda m: changed(m, "theta", X.astype("float32")), "float32 instead of torch.float64"),
+    "shape": (lambda m: changed(m, "theta", np.zeros(4)), r"shape \(4,\) instead of \(3\)"),
+    "dtype": (lambda m: changed(m, "theta", X.astype("float32")), "float32 instead of float64"),
     "integers": (lambda m: changed(m, "theta", np.array([1, 2, 3])), "int64 instead of"),
-    "texts": (lambda m: changed(m, "theta", np.array(["a", "b", "c"])), "unsupported type"),
+    "0-d": (lambda m: changed(m, "theta", np.array(0.5)), r"shape \(\) instead of \(3\)"),
+    "void": (lambda m: forged(m, "|V0", [2**62]), "cannot be read"),
+    "huge shape": (lambda m: forged(m, "F64", [2**62]), "cannot be read"),
+    "negative shape": (lambda m: forged(m, "F64", [-3]), "cannot be read"),
+    "past the end": (lambda m: forged(m, "F64", [3], 24_000), "cannot be read"),
     "pickle": (pickled, "cannot be read"),
-    "huge": (lambda m: changed(m, "theta", np.zeros(100_000)), "more bytes"),
+    "empty": (lambda m: sealed(m, b""), "cannot be read"),
+    "long header": (lambda m: sealed(m, (2**40).to_bytes(8, "little") + b"{}"), "cannot be read"),
+    "deep header": (lambda m: sealed(m, len(DEEP).to_bytes(8, "little") + DEEP), "cannot be read"),
+    "huge": (lambda m: changed(m, "theta", np.zeros(400_000)), "bytes, but at most"),
     "large": (lambda m: changed(m, "theta", X + 1000), "above the limit of 50"),
-    "more": (lambda m: changed(m, "rows", X), "instead of theta, w, u, v"),
-    "less": (lambda m: without(m, "fields", "u"), "instead of theta, w, u, v"),
-    "records": (extra, "other records than requested"),
-    "old round": (lambda m: worded(m, "answer", round=0), "answered round 1 instead of {now}"),
-    "other client": (lambda m: worded(m, "answer", client=1), "answered for client 1"),
-    "loss": (lambda m: worded(m, "report", loss=float("nan")), "is not a number"),
-    "report": (lambda m: without(m, "report", "moved"), "report is invalid"),
-    "version": (lambda m: worded(m, "answer", version="0.0.0"), "does not run nestfed"),
-    "experiment": (lambda m: worded(m, "answer", digest="0123456789"), "another experiment"),
+    "more": (lambda m: changed(m, "rows", X), "instead of fields.theta, fields.u, fields.v, fields.w"),
+    "less": (lambda m: changed(m, "u", None), "instead of fields.theta, fields.u, fields.v, fields.w"),
+    "records": (extra, "not a message of this version"),
+    "old round": (lambda m: rewritten(m, {"group": "1"}), "answered '1' instead of '{now}'"),
+    "other client": (lambda m: rewritten(m, {"client": 1}), "answered for client 1"),
+    "loss": (lambda m: reported(m, loss=float("nan")), "is not a valid number"),
+    "examples": (lambda m: reported(m, examples=2**70), "is not a valid number"),
+    "examples infinite": (lambda m: reported(m, examples=float("inf")), "report is invalid"),
+    "moved": (lambda m: reported(m, moved="far"), "report is invalid"),
+    "report": (lambda m: rewritten(m, {"report": {"examples": 3}}), "report is invalid"),
+    "no report": (lambda m: rewritten(m, {"report": None}), "report is invalid"),
+    "answers": (lambda m: rewritten(m, {"answered": {"a": 1}}), "list of answers is invalid"),
+    "version": (lambda m: rewritten(m, {"version": "0.0.0"}), "does not run nestfed"),
+    "experiment": (lambda m: rewritten(m, {"digest": "0123456789"}), "another experiment"),
 }
 
 
@@ -641,9 +665,9 @@ def test_wrong_node_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for wrong in ({"client": -1}, {"client": "0"}, {"site": "../up"}, {"file": "x.csv"}):
         grid = federation(study, tmp_path, 1)
         grid.configs[100] |= wrong
-        message = Message(RecordDict({"order": stamp_of(study)}), 100, "query.hello")
+        message = Message(content_of(pack(stamp_of(study), {})), 100, "query.hello")
         grid.push_messages([message])
-        assert grid.messages[-1][2].content["trouble"]["kind"] == "failed"  # type: ignore[union-attr]
+        assert opened(grid.messages[-1][2]).words["trouble"] == "failed"
     assert "client=0 for the first" in caplog.text
     assert "may contain letters" in caplog.text
     assert "no key 'file'" in caplog.text
@@ -711,13 +735,12 @@ def test_a_data_set_in_parts(
     assert "ap" in records[2] or "accuracy" in records[2]
     assert "ap" not in records[1]
     assert "accuracy" not in records[1]
-    for _, order, reply in [*shipped(grid, "train"), *shipped(grid, "evaluate")]:
-        assert ("tally" in reply.content) == order.content["order"]["evaluate"]
-        for name, array in reply.content.get("tally", {}).items():
-            kind = name.removeprefix("val_")
-            assert kind in ("histogram", "unscored") or kind.startswith("sum.")
-            assert array.numpy().ndim in (0, 2)
-            assert array.numpy().shape == () or len(array.numpy()) == 3
+    parts = ("scores.test.", "scores.validation.")
+    for _, order, reply in [*shipped(grid, "train"), *shipped(grid, "query.ask")]:
+        if "round" in opened(order).words:
+            answers = {k for k in arrays_of(reply) if not k.startswith(("fields.", "gathered."))}
+            asked = opened(order).words["questions"]
+            assert answers == {f"{part}{k}" for part in parts for k in SCORES.declared if asked}
     assert {f.name for f in (tmp_path / "run").iterdir()} >= {
         "experiment.json", "record.jsonl", "finished.json", "model.safetensors"
     }  # fmt: skip
@@ -788,7 +811,7 @@ def test_sites_that_are_not_asked_evaluate_all_the_same(tmp_path: Path) -> None:
         assert ours["auroc"] == pytest.approx(theirs["auroc"], abs=ours["auroc_error"] + 1e-6)
         assert ours["bytes_down"] == theirs["bytes_down"]
     assert len(shipped(grid, "train")) == 6
-    assert len(shipped(grid, "evaluate")) == 6 + 4
+    assert len([m for _, m, _ in shipped(grid, "query.ask") if "round" in opened(m).words]) == 6 + 4
 
 
 @pytest.mark.parametrize(
@@ -860,13 +883,19 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
         assert made.clients.p == pytest.approx(np.mean([float((m.prepared.y == 1).double().mean()) for m in mine]))
     assert rows[1].shape[1] == 5
     assert plan.shape == (6,)  # "age is missing"
-    names = {m.metadata.message_type for _, m, _ in grid.messages}
-    assert names == {"query.hello", "query.spread", "train", "evaluate"}
+    assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "query.ask", "train"}
     for _, _, reply in shipped(grid, "query.hello"):
-        width = 4 + (reply.content["site"]["client"] == 1)  # only one hospital has ward c
-        assert payload(reply.content["sums"]) == {"known": ("int64", (width,)), "total": ("float64", (width,))}
-    for _, _, reply in shipped(grid, "query.spread"):
-        assert payload(reply.content["squares"]) == {"squares": ("float64", (5,))}
+        assert arrays_of(reply) == {}
+    asks = [(m, r) for _, m, r in shipped(grid, "query.ask") if "round" not in opened(m).words]
+    assert len(asks) == 6
+    for message, reply in asks:
+        if [q["query"] for q in opened(message).words["questions"]] == ["classes", "table"]:
+            width = 4 + (opened(reply).words["client"] == 1)  # only one hospital has ward c
+            sent = payload(reply, "table.training.")
+            assert sent.pop("schema")[0] == "uint8"
+            assert sent == {"rows": ("int64", ()), "known": ("int64", (width,)), "total": ("float64", (width,))}
+        else:
+            assert payload(reply, "squares.training.") == {"rows": ("int64", ()), "squares": ("float64", (5,))}
 
 
 @pytest.mark.parametrize("problem", ["auroc", "auprc"])
@@ -914,7 +943,7 @@ def test_a_run_that_grows_by_a_site(tmp_path: Path) -> None:
     coordinate(experiment, tmp_path, three, sites=3)
     records = read_record(tmp_path / "run" / "record.jsonl")
     assert [r["participants"] for r in records] == [0, 2, 2, 3, 3]
-    orders = [m.content["order"] for node, m, _ in shipped(three, "train") if node == 102]
+    orders = [opened(m).words for node, m, _ in shipped(three, "train") if node == 102]
     assert [o["seen"] for o in orders] == [-1, 3]
     plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
     np.testing.assert_array_equal(plan.encoding.mean, before.encoding.mean)  # as it was agreed at the start
@@ -923,9 +952,10 @@ def test_a_run_that_grows_by_a_site(tmp_path: Path) -> None:
 def test_weights_by_examples(tmp_path: Path) -> None:
     """One local step of FedAvg from the same point: the mean of the answers, weighted."""
     grid, _ = hospitals(tmp_path, {"name": "fedavg", "eta": 0.1}, "classify", exchange={"weights": "examples"})
-    sizes = {r.content["site"]["client"]: r.content["site"]["examples"] for _, _, r in shipped(grid, "query.hello")}
+    hellos = [opened(r).words for _, _, r in shipped(grid, "query.hello")]
+    sizes = {words["client"]: words["rows"]["training"] for words in hellos}
     last = shipped(grid, "train")[-3:]
-    mean = sum(r.content["fields"]["x"].numpy() * sizes[r.content["answer"]["client"]] for _, _, r in last)
+    mean = sum(arrays_of(r)["fields.x"] * sizes[opened(r).words["client"]] for _, _, r in last)
     torch.testing.assert_close(
         checkpointed(tmp_path)["shared.x"], torch.from_numpy(mean / sum(sizes.values())).float(), rtol=1e-5, atol=1e-6
     )
@@ -940,7 +970,7 @@ def test_a_column_that_a_site_lacks_is_an_error(column: str, tmp_path: Path) -> 
     grid = federation(experiment, tmp_path, 3)
     for config, path in zip(grid.configs.values(), paths):
         config["data"] = str(path)
-    with pytest.raises(NestfedError, match=f"Site clinic-1 has no column '{column}', which site clinic-0 has"):
+    with pytest.raises(NestfedError, match=f"Site clinic-1: .*It has no column '{column}', which most sites have"):
         coordinate(experiment, tmp_path, grid, sites=3)
 
 

@@ -18,7 +18,8 @@ pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed
 from nestfed import Examples, Minimize
 from nestfed.algorithms import FedAvg
 from nestfed.deploy.flower import Custom
-from nestfed.deploy.flower.gate import Gate, RejectedError
+from nestfed.deploy.flower.gate import Gate
+from nestfed.deploy.wire import RejectedError, numbers, pack, unpack
 from nestfed.engine.options import Exchange, Gaussian
 from nestfed.engine.program import Span
 from nestfed.engine.record import read as read_record
@@ -77,9 +78,12 @@ def test_answers_of_any_shape(fields: dict[str, torch.Tensor], loss: float | Non
     shared = RunState.start(algorithm, algorithm.init(s.problem, s.problem.x0), 5).shared
     order = Order(0, Span(0, 3), range(5), [-1] * 5)
     fold = Fold(exchange, shared, empty_reply(shared, "x", order, exchange))
-    gate = Gate(order, shared, "x", exchange, 0.0, fold)
+    gate = Gate(order, shared, "x", exchange, 0.0, fold, {})
     with contextlib.suppress(RejectedError):
-        upload = gate.checked(1, fields, loss, moved, examples)
+        packed = unpack(
+            pack({"report": {"loss": loss, "moved": moved, "examples": examples}}, numbers(fields, "fields."))
+        )
+        upload = gate.checked(1, packed, packed.arrays(gate.slots()), None)
         assert set(upload.fields) == {"x", "c"}
         assert all(v.shape == (1, *shared[k].shape) and v.dtype == shared[k].dtype for k, v in upload.fields.items())
         assert all(bool(torch.isfinite(v).all()) for v in upload.fields.values())

@@ -95,7 +95,7 @@ def test_without_notes_the_engine_counts_rows_and_records_no_loss(kind: str) -> 
     [
         {"mode": "loop"},
         {"mode": "vmap"},
-        pytest.param({"mode": "vmap", "compile": True}, marks=pytest.mark.slow),  # compiles four methods
+        pytest.param({"mode": "vmap", "compile": True}, marks=pytest.mark.long),  # compiles four methods
     ],
     ids=str,
 )

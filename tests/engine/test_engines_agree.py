@@ -64,7 +64,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fcsg-m", "scaffold", "local-scgdm", "fmgda"])
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled(name: str) -> None:
     close(run_some(name, 4, mode="vmap", compile=True), run_some(name, 4, mode="loop", workers=1), 1e-9)
 
@@ -209,6 +209,7 @@ class Slow(Examples):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.long
 def test_no_orphans(how: signal.Signals, tmp_path: Path) -> None:
     problem, clients = images()
     slow = Slow(clients.arrays, clients.parts, batch=6)

@@ -19,6 +19,7 @@ from nestfed.engine.record import read as read_record
 from nestfed.engine.round import Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.engine.store import Tables
+from nestfed.queries import Query, Question
 from tests.support import answering, simulate
 
 # --- wrong values ---
@@ -230,7 +231,17 @@ def test_metrics_that_come_with_the_next_round_are_not_lost(stop: int, tmp_path:
         problem, method, exchange, evaluation = quadratic(), FedAvg(ETA), Exchange(), Evaluation()
         template = method.init(problem, problem.x0)
         local = Local(problem, method, Sized(), Tables({}), 0, exchange)
-        plan = Plan(Rules(problem, method, exchange, 4), 4, Q, 0, evaluation, clients_evaluate=True)
+        asked = (Question(Query("total", "a test", lambda rows: {}, {})),)
+        rules = Rules(problem, method, exchange, 4)
+        plan = Plan(
+            rules,
+            4,
+            Q,
+            0,
+            evaluation,
+            questions=asked,
+            pool=lambda found: {"auroc": float(found[0]["total.training"]["x"])},
+        )
         folder.mkdir(exist_ok=True)
         book = RunDirectory(folder, "", local, method=method, rounds=4, evaluation=evaluation, checkpoint_every=1)
         state = book.resume(RunState.start(method, template, 4), torch.device("cpu"))
@@ -239,7 +250,8 @@ def test_metrics_that_come_with_the_next_round_are_not_lost(stop: int, tmp_path:
             work = next(loop, None)
             while work is not None and state.round < until:
                 reply = local.run(work.order, work.shared)
-                reply.metrics = {"auroc": float(work.shared["x"].sum())} if work.evaluate else {}
+                if work.order.questions:
+                    reply.answers = {0: {"total.training": {"x": work.shared["x"].sum().numpy()}}}
                 work = send(loop, reply)
         return without_time(read_record(folder / "record.jsonl"))
 

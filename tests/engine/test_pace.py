@@ -26,7 +26,7 @@ TAU = [4, 1, 3, 2]
 LOOP, VMAP, COMPILED, WORKERS = ENGINES = (
     {"mode": "loop"}, {"mode": "vmap"}, {"mode": "vmap", "compile": True}, {"mode": "loop", "workers": 2}
 )  # fmt: skip
-slow_if_compiled = [pytest.param(e, id=str(e), marks=[pytest.mark.slow] * ("compile" in e)) for e in ENGINES]
+slow_if_compiled = [pytest.param(e, id=str(e), marks=[pytest.mark.long] * ("compile" in e)) for e in ENGINES]
 """Compiling takes many seconds."""
 
 
@@ -51,7 +51,7 @@ def test_fednova_is_its_box(eta: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["fednova", "scaffold", "feddyn", "fedrep", "acc-fcsg-m", "codasca", "local-scgdm-tasks"]
 )
-@pytest.mark.parametrize("others", [(VMAP, WORKERS), pytest.param((COMPILED,), marks=pytest.mark.slow)],
+@pytest.mark.parametrize("others", [(VMAP, WORKERS), pytest.param((COMPILED,), marks=pytest.mark.long)],
                          ids=["vmap, workers", "compiled"])  # fmt: skip
 def test_every_engine_takes_the_same_steps(name: str, others: tuple[dict[str, Any], ...]) -> None:
     setting = CASES[name].setting
@@ -96,7 +96,7 @@ def test_a_uniform_output_of_a_slow_client_is_its_last_point() -> None:
         torch.testing.assert_close(other, results[0], rtol=0, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_uniform_output_is_the_same_compiled() -> None:
     loop, compiled = (run(FedAvg(0.1), keep="uniform", **engine).x for engine in (LOOP, COMPILED))
     torch.testing.assert_close(compiled, loop, rtol=0, atol=1e-10)

@@ -566,7 +566,7 @@ def test_g_gets_the_module_too() -> None:
 # --- Fair seconds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_run_of_a_process_is_not_charged_torchs_imports() -> None:
     """In a new process, the first of two equal runs takes about as long as the second."""
     code = """

@@ -397,6 +397,7 @@ def test_the_papers_tables_are_there() -> None:
 class TestPapers:
     pytestmark = real
 
+    @pytest.mark.long
     def test_the_papers_imbalance(self, name: str, side: str, counts: dict[int, int]) -> None:
         p = prepare(DataSpec(name=name, binary=True, remove=side, fraction=0.8), PartitionSpec(clients=16), 0)
         assert Counter(p.y.tolist()) == counts

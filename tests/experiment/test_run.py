@@ -48,6 +48,7 @@ def test_clients_that_train_alone_have_no_common_best_model() -> None:
         from_tables({**ALONE, "evaluation": {"keep": "best", "metric": "auroc"}})
 
 
+@pytest.mark.long
 def test_jobs_in_parallel_processes(tmp_path: Path) -> None:
     """Two new processes do what this one does, and an error comes back from them."""
     tables: dict[str, Any] = {

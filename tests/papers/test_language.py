@@ -149,6 +149,7 @@ SIX: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SIX)
+@pytest.mark.long
 def test_word_loss_falls(name: str) -> None:
     clients, held = TextClients(chain(3000, 0), clients=3, batch=5, bptt=8), chain(300, 1)
     problem = Language(small(dropout=0.1))

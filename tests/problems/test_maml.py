@@ -397,6 +397,7 @@ def test_few_shot_evaluation_is_fixed_and_counts() -> None:
 
 
 @pytest.mark.data
+@pytest.mark.long
 def test_real_omniglot(real: Path) -> None:
     found = omniglot.read()
     assert found.images.shape == (1623, 20, 28, 28)

@@ -433,6 +433,7 @@ RECORDS = Path(__file__).parents[2] / "papers" / "records"
 
 
 @pytest.mark.parametrize("name", held(RECORDS))
+@pytest.mark.long
 def test_a_reproductions_report_opens(browser: Browser, name: str, tmp_path: Path) -> None:
     """Made anew from the records that papers/results.md is made from."""
     evidence = held(RECORDS)[name]

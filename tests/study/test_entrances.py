@@ -13,9 +13,11 @@ from torch import Tensor
 from nestfed import FederatedAUC
 from nestfed.core import NestfedError
 from nestfed.deploy import site as deployed
+from nestfed.deploy.agree import Agreement, Rules, agree
 from nestfed.experiment import prepare as preparing
 from nestfed.experiment.prepare import DataSpec, PartitionSpec, prepare
 from nestfed.experiment.spec import from_tables
+from nestfed.queries import answered
 from nestfed.study import export, train
 from nestfed.study.predict import predict
 from nestfed.study.tables import read_sites
@@ -77,7 +79,7 @@ def of_train(tables: dict[str, Path]) -> Tensor:
     return train.train(data, "died", "auroc", **QUICK) and Watched.inputs
 
 
-def of_deployment(tables: dict[str, Path]) -> tuple[deployed.Agreement, Tensor]:
+def of_deployment(tables: dict[str, Path]) -> tuple[Agreement, Tensor]:
     settings: dict[str, Any] = {
         "data": {"target": "died"},
         "model": {"name": "mlp", "hidden": []},
@@ -87,10 +89,15 @@ def of_deployment(tables: dict[str, Path]) -> tuple[deployed.Agreement, Tensor]:
     }
     experiment = from_tables(settings)
     places = {name: deployed.Place(n, str(path)) for n, (name, path) in enumerate(tables.items())}
-    facts = {name: deployed.facts(experiment, place) for name, place in places.items()}
-    agreed = deployed.merge(facts, len(places))
-    squares = [deployed.spread(experiment, place, agreed) for place in places.values()]
-    agreed = deployed.finish(agreed, squares, facts)
+    names, rows = list(places), [deployed.raw_rows(experiment, place) for place in places.values()]
+
+    def reject(n: int, sentence: str) -> None:
+        raise AssertionError(sentence)
+
+    agreed = agree(
+        lambda questions: {n: answered(questions, parts, 0) for n, parts in enumerate(rows)},
+        Rules(len(rows), least=len(rows)), names.__getitem__, reject,
+    )  # fmt: skip
     clients = [deployed.at_site(experiment, place, agreed).assembly.clients for place in places.values()]
     return agreed, torch.cat([c.arrays[0][c.parts[n]] for n, c in enumerate(clients)])
 

@@ -207,8 +207,11 @@ def broken_off(federation: Local) -> None:
 
 
 BAD = """
-from flwr.app import Array
 import numpy as np
+from flwr.app import Array, ArrayRecord
+
+from nestfed.deploy.flower.mailbox import block_of, content_of
+from nestfed.deploy.wire import pack
 
 honest = app._registered_funcs["train.default"]
 
@@ -216,15 +219,20 @@ honest = app._registered_funcs["train.default"]
 def dishonest(message, context):
     reply = honest(message, context)
     if context.node_config["client"] == 2:
-        x = reply.content["fields"]["x"].numpy().copy()
-        kind = message.content["order"]["round"]
+        packed, kind = block_of(reply), block_of(message).words["round"]
+        words, arrays = dict(packed.words), dict(packed.arrays())
+        x = arrays["fields.x"].copy()
         if kind == 0:
             x[3] = np.nan
-            reply.content["fields"]["x"] = Array(x)
         elif kind == 1:
-            reply.content["fields"]["x"] = Array(x[:-1])
-        else:
-            reply.content["answer"]["round"] = 0
+            x = x[:-1]
+        elif kind == 2:
+            words["group"] = "1"
+        elif kind == 3:
+            x = np.zeros(50_000_000)
+        reply.content = content_of(pack(words, arrays | {"fields.x": x}))
+        if kind == 4:
+            reply.content["more"] = ArrayRecord({"x": Array(np.zeros(3))})
     return reply
 
 
@@ -233,18 +241,30 @@ app._registered_funcs["train.default"] = dishonest
 
 
 def test_a_dishonest_site(federation: Local, tmp_path: Path) -> None:
-    """NaN, then a wrong shape, then an old round: dropped with its name, and the others train on."""
-    study, out = experiment("classify", {"name": "fedavg", "eta": 0.1}, rounds=3), tmp_path / "bad"
+    """NaN, a wrong shape, an old round, 400 MB, other records: dropped with its name, and the others train on."""
+    study, out = experiment("classify", {"name": "fedavg", "eta": 0.1}, rounds=5), tmp_path / "bad"
     app = federation.folder / "app-bad"
     write_app(app, study, SITES, out=str(out), least=2)
     with (app / "federated" / "client.py").open("a") as file:
         file.write(BAD)
     finished(federation, federation.run(app), out)
     log = (out / "sites.log").read_text().splitlines()
-    assert "round 1: the answer of site site-2 is rejected: its x holds infinite or NaN values." in log[0]
-    assert "round 2: the answer of site site-2 is rejected: its x has shape" in log[1]
-    assert "round 3: the answer of site site-2 is rejected: it answered round 1 instead of 3." in log[2]
-    assert [r["participants"] for r in read_record(out / "record.jsonl")] == [0, 2, 2, 2]
+    for line, (number, sentence) in zip(
+        log,
+        enumerate(
+            (
+                "its x holds infinite or NaN values",
+                "its fields.x has shape",
+                "it answered '1' instead of '3'",
+                "it sent more bytes than the",
+                "it sent other records than requested",
+            ),
+            1,
+        ),
+        strict=True,
+    ):
+        assert f"round {number}: the answer of site site-2 is rejected: {sentence}" in line
+    assert [r["participants"] for r in read_record(out / "record.jsonl")] == [0, 2, 2, 2, 2, 2]
     # FedAvg over the two honest ones alone.
     from dataclasses import replace
 
@@ -253,7 +273,7 @@ def test_a_dishonest_site(federation: Local, tmp_path: Path) -> None:
 
     made = assemble(study)
     clients = replace(made.clients, parts=made.clients.parts[:2], names=[])
-    expected = simulate(made.problem, made.algorithm, clients, rounds=3, q=4, seed=3, mode="loop", progress=False)
+    expected = simulate(made.problem, made.algorithm, clients, rounds=5, q=4, seed=3, mode="loop", progress=False)
     ours = load_file(out / "model.safetensors")
     torch.testing.assert_close(ours, dict(expected.model.state_dict()), rtol=1e-5, atol=1e-6)
 

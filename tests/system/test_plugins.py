@@ -215,6 +215,7 @@ tune = { eta = [0.001, 1.0] }
 """
 
 
+@pytest.mark.long
 def test_a_file_brings_methods_problems_datasets_and_metrics_to_every_command(tmp_path: Path) -> None:
     """Without installing anything; worker processes load it too."""
     (tmp_path / "mine.py").write_text(MINE)

@@ -69,6 +69,7 @@ def judged(found: dict[str, np.ndarray], rounds: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     "rounds", [100, pytest.param(10_000, marks=pytest.mark.slow)], ids=["a hundred rounds", "ten thousand rounds"]
 )
+@pytest.mark.long
 def test_nothing_grows(rounds: int, tmp_path: Path, record_property: Any) -> None:
     torch.set_num_threads(1)
     found = judged(soak(rounds, 20, tmp_path / "run", mode="loop"), rounds)

@@ -4,43 +4,49 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from torch import Tensor
 
 from nestfed.algorithms.buffered import with_buffers
 from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
+from nestfed.deploy.agree import Agreement
+from nestfed.deploy.discloses import questions_in
+from nestfed.deploy.flower.gate import FIELDS, GATHERED
 from nestfed.deploy.flower.log import shown_by_flower
+from nestfed.deploy.flower.mailbox import block_of, content_of
 from nestfed.deploy.flower.messages import (
+    PLAN,
+    TABLES,
     Custom,
-    arrays_of,
-    as_record,
-    facts_record,
-    fields_of,
     mismatch,
-    number_record,
-    plan_of,
+    questions_of,
     read_plan,
+    received,
     stamp_of,
     study_of,
-    tensors_of,
     write_plan,
 )
+from nestfed.deploy.wire import Packed, numbers, pack, tensors
 from nestfed.engine.local import Local
 from nestfed.engine.probe import first_batch
 from nestfed.engine.program import span_from
 from nestfed.engine.round import Order, Reply, Upload
 from nestfed.engine.store import LostStateError, Versions, private_fields
+from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
 
 if TYPE_CHECKING:
     from nestfed.deploy.site import Place
 
 LOG = logging.getLogger(__name__)
+MIN_CELL = 10
+"""The default of a site's min-cell."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,14 @@ class _Node:
     state: Path
     pinned: str
     threads: int
+    min_cell: int
+    """No count between 1 and this leaves the site."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> _Node:
         from nestfed.deploy.site import Place
 
-        known = ("client", "site", "data", "state", "experiment", "threads")
+        known = ("client", "site", "data", "state", "experiment", "threads", "min-cell")
         if wrong := [k for k in config if k not in known]:
             raise unknown("key", wrong[0], known, owner="The node configuration")
         n = config.get("client")
@@ -72,9 +80,11 @@ class _Node:
 
             state = user_data_path("nestfed") / "sites" / name
         data = str(config.get("data", ""))
-        return cls(
-            Place(n, data), name, Path(str(state)), str(config.get("experiment", "")), int(config.get("threads", 0))
-        )
+        min_cell = config.get("min-cell", MIN_CELL)
+        if not isinstance(min_cell, int) or isinstance(min_cell, bool) or min_cell < 0:
+            raise NestfedError(f"min-cell must be a whole number of at least 0, not {min_cell!r}.")
+        pinned, threads = str(config.get("experiment", "")), int(config.get("threads", 0))
+        return cls(Place(n, data), name, Path(str(state)), pinned, threads, min_cell)
 
 
 def client_app(source: Any) -> ClientApp:
@@ -83,41 +93,60 @@ def client_app(source: Any) -> ClientApp:
 
     @app.query("hello")
     def hello(message: Message, context: Context) -> Message:
-        return _safely(message, lambda: _hello(study_of(source), message, context))
+        return _safely(source, message, context, _hello)
 
-    @app.query("spread")
-    def spread(message: Message, context: Context) -> Message:
-        return _safely(message, lambda: _spread(study_of(source), message, context))
+    @app.query("ask")
+    def ask(message: Message, context: Context) -> Message:
+        return _safely(source, message, context, _answer)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _safely(message, lambda: _work(study_of(source), message, context, training=True))
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return _safely(message, lambda: _work(study_of(source), message, context, training=False))
+        return _safely(source, message, context, _answer)
 
     return app
 
 
-def _safely(message: Message, act: Callable[[], RecordDict]) -> Message:
+Act = Callable[["_Site"], bytes]
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A site at work on one message."""
+
+    study: Any
+    node: _Node
+    packed: Packed
+    arrays: Arrays
+
+    @property
+    def words(self) -> Mapping[str, Any]:
+        """The words of the message."""
+        return self.packed.words
+
+    def reply(self, arrays: Arrays, **words: Any) -> bytes:
+        """Return an answer to the message."""
+        stamp = stamp_of(self.study, client=self.node.place.n, group=self.words.get("group"), **words)
+        return pack(stamp, arrays)
+
+
+def _safely(source: Any, message: Message, context: Context, act: Act) -> Message:
     """Always answer. An error message may quote the site's data, so it stays in the site's log."""
     with shown_by_flower():
         try:
-            content = act()
+            block = act(_site(study_of(source), message, context))
         except _TroubleError as trouble:
             LOG.warning("%s", trouble)
-            content = _trouble(trouble.kind)
+            block = _trouble(trouble.kind, context)
         except DivergedError as error:
             LOG.warning("%s", error)
-            content = _trouble("diverged")
+            block = _trouble("diverged", context)
         except LostStateError as error:
             LOG.warning("%s", error)
-            content = _trouble("lost-state")
+            block = _trouble("lost-state", context)
         except Exception:
             LOG.exception("this site failed.")
-            content = _trouble("failed")
-    return Message(content, reply_to=message)
+            block = _trouble("failed", context)
+    return Message(content_of(block), reply_to=message)
 
 
 class _TroubleError(NestfedError):
@@ -126,78 +155,105 @@ class _TroubleError(NestfedError):
         self.kind = kind
 
 
-def _trouble(kind: str) -> RecordDict:
-    return RecordDict({"trouble": ConfigRecord({"kind": kind})})
+def _trouble(kind: str, context: Context) -> bytes:
+    return pack({"trouble": kind, "site": str(context.node_config.get("site", ""))[:64]}, {})
 
 
-def _site(study: Any, message: Message, context: Context) -> tuple[_Node, Mapping[str, Any]]:
-    """Return the site's configuration and the order; raise if the site must not take part."""
+def _site(study: Any, message: Message, context: Context) -> _Site:
+    """Return the site and the message; raise if the site must not take part."""
     node = _Node.read(context.node_config)
     if node.threads:
         torch.set_num_threads(node.threads)
-    order: Mapping[str, Any] = message.content["order"]
-    if kind := mismatch(study, order):
-        raise _TroubleError(kind, f"the coordinator runs another experiment or version: {dict(order)}.")
+    packed = block_of(message)
+    if kind := mismatch(study, packed.words):
+        raise _TroubleError(kind, f"the coordinator runs another experiment or version: {dict(packed.words)}.")
     if node.pinned and node.pinned != study.digest():
         raise _TroubleError(
             "another-experiment", f"this site takes part in experiment {node.pinned}, not in {study.digest()}."
         )
-    return node, order
+    from nestfed.deploy.site import WITHDRAWN  # not at the top: it imports all of training
+
+    if (node.state / WITHDRAWN).exists():
+        raise _TroubleError(
+            "withdrawn", f"this site has withdrawn: delete {node.state / WITHDRAWN} to take part again."
+        )
+    return _Site(study, node, packed, packed.arrays())
 
 
-def _hello(study: Any, message: Message, context: Context) -> RecordDict:
-    from nestfed.deploy.site import Facts, facts
+def _hello(site: _Site) -> bytes:
+    from nestfed.deploy.site import raw_rows
 
-    node, _ = _site(study, message, context)
+    study, node = site.study, site.node
+    rows = dict.fromkeys(PARTS, 0)
     if isinstance(study, Custom):
-        found = Facts(examples=as_clients(study.make().clients).examples(node.place.n))
+        rows[TRAINING] = as_clients(study.make().clients).examples(node.place.n)
     else:
-        found = facts(study, node.place)
-    return facts_record(found, stamp_of(study, client=node.place.n, site=node.name))
+        rows |= {part: len(some) for part, some in raw_rows(study, node.place).items()}
+    if 0 < rows[TRAINING] < node.min_cell:
+        raise _TroubleError(
+            "too-few", f"this site has {rows[TRAINING]} training rows, fewer than its min-cell = {node.min_cell}."
+        )
+    told = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
+    return site.reply({}, site=node.name, rows=told, torch=torch.__version__)
 
 
-def _spread(study: Any, message: Message, context: Context) -> RecordDict:
-    from nestfed.deploy.site import spread
+def _answer(site: _Site) -> bytes:
+    """Answer the questions of a message, and train if it is an order to."""
+    asked = questions_of(site.words["questions"], site.arrays)
+    if "round" not in site.words:
+        from nestfed.deploy.site import raw_rows
 
-    node, _ = _site(study, message, context)
-    plan = plan_of(message.content["plan"], arrays_of(message.content["scaling"]))  # type: ignore[arg-type]
-    return RecordDict({"site": stamp_of(study), "squares": number_record({"squares": spread(study, node.place, plan)})})
+        parts = {} if isinstance(site.study, Custom) else raw_rows(site.study, site.node.place)
+        found = _answers(site, asked, parts, None)
+        return site.reply(found[1], answered=found[0])
+    return _work(site, asked)
 
 
-def _work(study: Any, message: Message, context: Context, training: bool) -> RecordDict:
+def _answers(
+    site: _Site, asked: Sequence[Question], parts: Mapping[str, Rows], x: Tensor | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the keys of the questions that the site answers, and the arrays of the answers."""
+    known = questions_in(site.study)
+    if wrong := [one.query.name for one in asked if one.query.name not in known]:
+        raise NestfedError(f"The coordinator asks {wrong[0]!r}, which this study does not need.")
+    model = None if x is None else x.numpy()
+    found = answered(asked, parts, site.node.min_cell, model)
+    for key in found:
+        LOG.info("answering %s", key)
+    return list(found), {f"{key}.{k}": v for key, reply in found.items() for k, v in reply.items()}
+
+
+def _work(site: _Site, asked: Sequence[Question]) -> bytes:
     from nestfed.deploy.site import Made, at_site
 
-    node, words = _site(study, message, context)
+    study, node, words = site.study, site.node, site.words
     run, exchange, execution = study.run, study.exchange, study.execution
     token = str(words["token"])
     if not re.fullmatch(r"[0-9a-f]{16}", token):
         raise NestfedError("The order has no valid token.")
     folder = node.state / token
-    if "plan" in message.content:
-        plan = plan_of(message.content["plan"], arrays_of(message.content["scaling"]))  # type: ignore[arg-type]
-        write_plan(folder / "plan.safetensors", plan, token)
+    if "plan" in words:
+        scaling = {k.removeprefix(PLAN): v for k, v in site.arrays.items() if k.startswith(PLAN)}
+        write_plan(folder / "plan.safetensors", Agreement.unpacked(words["plan"], scaling), token)
     found = read_plan(folder / "plan.safetensors")
     if found is None:
         raise _TroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
-    plan = found[0]
     n = node.place.n
-    made = Made(study.make(), lambda model: {}) if isinstance(study, Custom) else at_site(study, node.place, plan)
+    made = Made(study.make(), lambda part: None) if isinstance(study, Custom) else at_site(study, node.place, found[0])
     problem = made.assembly.problem
     method = with_buffers(problem, made.assembly.algorithm, study.evaluation.keep)
     clients = as_clients(made.assembly.clients).seeded(run.seed)
-    received = {
-        k: v.to(problem.x0.dtype)
-        for k, v in fields_of(exchange.encoding, message.content["shared"]).items()  # type: ignore[arg-type]
-    }
-    sent = tensors_of(message.content["tables"]) if "tables" in message.content else {}  # type: ignore[arg-type]
-    tables = {k: v.to(problem.x0.dtype) for k, v in sent.items()}
+    shared = {k: v.to(problem.x0.dtype) for k, v in received(exchange.encoding, site.arrays).items()}
+    tables = {k: v.to(problem.x0.dtype) for k, v in tensors(site.arrays, TABLES).items()}
     span = span_from(method, int(words["t"]), run.q)
     order = Order(int(words["round"]), span, [n], [int(words["seen"])], int(words["tap"]), tables=tables)
-    reply = RecordDict({"answer": stamp_of(study, token=token, client=n, round=order.round)})
-    if words["evaluate"]:
+    said: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    if asked:
+        parts = {one.part: rows for one in asked if (rows := made.rows(one.part)) is not None}
         with torch.no_grad():
-            reply["tally"] = number_record(made.tally(problem.bind(method.solution(received, {}))))
-    if training:
+            said["answered"], arrays = _answers(site, asked, parts, method.solution(shared, {}))
+    if words["train"]:
         problem.inspect(first_batch(problem, clients, run.seed, n))  # it may draw random numbers
         template = method.init(problem, problem.x0)
         store = Versions(
@@ -208,13 +264,12 @@ def _work(study: Any, message: Message, context: Context, training: bool) -> Rec
             problem, method, clients, store, run.seed, exchange, precision=precision, pieces=execution.accumulate,
             template=template,
         )  # fmt: skip
-        upload = _upload(local, order, received)
-        reply["fields"] = as_record({k: v[0] for k, v in upload.fields.items()})
-        if upload.gathered:
-            reply["gathered"] = as_record({k: v[0] for k, v in upload.gathered.items()})
+        upload = _upload(local, order, shared)
+        arrays |= numbers({k: v[0] for k, v in upload.fields.items()}, FIELDS)
+        arrays |= numbers({k: v[0] for k, v in upload.gathered.items()}, GATHERED)
         loss = {} if bool(upload.loss.isnan()) else {"loss": float(upload.loss)}  # a problem may record none
-        reply["report"] = MetricRecord({"moved": float(upload.moved), "examples": upload.examples, **loss})
-    return reply
+        said["report"] = {"moved": float(upload.moved), "examples": upload.examples, **loss}
+    return site.reply(arrays, **said)
 
 
 def _upload(local: Local, order: Order, received: Fields) -> Upload:

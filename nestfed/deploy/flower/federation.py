@@ -1,4 +1,4 @@
-"""A federation of institutions: rounds over Flower, with deadlines, retries and a minimum number of answers."""
+"""A federation of institutions: rounds and questions over Flower, with deadlines, retries and a minimum of answers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from logging import INFO
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-
-from nestfed.core import DivergedError, Fields, Metric, NestfedError
-from nestfed.deploy.flower.gate import Gate, RejectedError, TroubleError
-from nestfed.deploy.flower.mailbox import HELLO
-from nestfed.deploy.flower.messages import arrays_of, as_record, broadcast_record, plan_record, stamp_of, tensors_of
-from nestfed.deploy.flower.roster import POLL, Roster
-from nestfed.deploy.site import pool, tally_error
+from nestfed.core import DivergedError, Fields, NestfedError
+from nestfed.deploy.agree import Agreement
+from nestfed.deploy.flower.gate import Gate, answer_slots, answers_of, inside, most_bytes
+from nestfed.deploy.flower.mailbox import ASK, HELLO, TRAIN, Answer
+from nestfed.deploy.flower.messages import PLAN, TABLES, broadcast, questions_packed, stamp_of
+from nestfed.deploy.flower.roster import POLL, Roster, TroubleError
+from nestfed.deploy.wire import Packed, RejectedError, numbers, pack
 from nestfed.engine.options import Exchange
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
-
-if TYPE_CHECKING:
-    from nestfed.deploy.site import Agreement
-
-MOST_TALLY = 1_000_000
-"""The largest accepted tally, in bytes."""
-MOST_GATHERED = 10_000_000
-"""The largest accepted contribution of a site to the gathered tables, in bytes."""
-
-Tally = Mapping[str, np.ndarray]
+from nestfed.queries import TRAINING, Answers, Arrays, Query, Question
 
 
 class InOrder:
@@ -58,59 +48,90 @@ class InOrder:
             self.fold.add(self.waiting.pop(n))
 
 
-@dataclass
-class Round:
-    """A round in progress."""
+class Job(Protocol):
+    """Work for several sites: what to send to each of them, and what to do with its answer."""
 
-    order: Order
-    shared: ArrayRecord
-    evaluate: bool
-    gate: Gate
-    uploads: InOrder
-    reply: Reply
-    tallies: dict[int, Tally] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
-    """The version of its private fields from which each client starts."""
+    label: str
+    """How messages to people begin."""
+    group: str
 
     @property
-    def number(self) -> int:
-        """The round's number in messages, from 1."""
-        return self.order.round + 1
+    def required(self) -> Sequence[int]:
+        """The clients whose answers count."""
+
+    @property
+    def welcome(self) -> Sequence[int]:
+        """Other clients, whose answers are used if they come in time."""
+
+    def done(self, n: int) -> bool:
+        """Return whether client n needs no further message."""
+
+    def count(self) -> int:
+        """Return the number of answers that count."""
+
+    def send(self, n: int, node: int) -> None:
+        """Send client n its message."""
+
+    def take(self, n: int, packed: Packed) -> None:
+        """Check all of an answer, then use it."""
+
+    def trouble(self, n: int, error: TroubleError) -> bool:
+        """Handle a site's own error; return whether to ask it again."""
 
 
 class Flower:
-    """Run rounds at sites. Private fields stay there; the order gives the version to start from."""
+    """Runs rounds at sites and asks them questions. Private fields stay there; the order gives the version to start from."""
 
-    def __init__(
-        self, roster: Roster, plan: Agreement, token: str, method: AnyAlgorithm, exchange: Exchange, *,
-        sites_evaluate: bool, metric: str | Metric = "",
-    ) -> None:  # fmt: skip
-        self.roster, self.plan, self.token, self.exchange = roster, plan, token, exchange
-        self.point, self.gathered = method.point, method.gathered
-        self.sites_evaluate, self.metric = sites_evaluate, metric
+    def __init__(self, roster: Roster, exchange: Exchange) -> None:
+        self.roster, self.exchange = roster, exchange
+        self.asked = 0
+        """How many times questions were asked besides rounds."""
+
+    def prepare(self, plan: Agreement, token: str, method: AnyAlgorithm) -> None:
+        """Set what rounds need and the sites had to agree on first."""
+        self.plan, self.token, self.method = plan, token, method
         self.weight: Callable[[int], float] | None = None
-        if exchange.weights == "examples":
-            self.weight = lambda n: float(roster.facts[n].examples)
+        if self.exchange.weights == "examples":
+            self.weight = lambda n: float(self.roster.rows[n][TRAINING])
         self.planned: set[int] = set()
         """Nodes that have the plan."""
 
     # -- the methods of a federation
 
-    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
+    def run(self, order: Order, shared: Fields) -> Reply:
         """Ask until there are enough valid answers for a round, or raise."""
-        reply = empty_reply(shared, self.point, order, self.exchange)
+        method = self.method
+        reply = empty_reply(shared, method.point, order, self.exchange)
         fold = Fold(self.exchange, shared, reply, self.weight)
-        gate = Gate(order, shared, self.point, self.exchange, self.roster.setup.norm_limit, fold)
-        seen = dict(zip(order.asked, order.seen))
-        message = broadcast_record(self.exchange.encoding, shared)
-        now = Round(order, message, evaluate, gate, InOrder(fold, order.asked), reply, seen=seen)
-        if order.asked or evaluate:
-            self._ask(now)
-        now.uploads.finish()
-        if evaluate:
-            reply.metrics = pool([now.tallies[n] for n in sorted(now.tallies)], self.metric)
-        self._count_bytes(now)
+        axes = {name: order.tables[table].dim() - 1 for name, table in method.gathered.items()}
+        gate = Gate(order, shared, method.point, self.exchange, self.roster.setup.norm_limit, fold, axes)
+        uploads = InOrder(fold, order.asked)
+        job = Round(self, order, gate, uploads, reply, broadcast(self.exchange.encoding, shared))
+        if order.asked or order.questions:
+            self._fetch(job, min(self.roster.setup.least, len(order.asked)) if order.asked else 1)
+            if order.asked and not self._enough(job):
+                raise NestfedError(
+                    f"Round {order.number} had too few answers {self.roster.setup.attempts} times; run again to resume after "
+                    f"round {order.round}."
+                )
+        uploads.finish()
+        reply.answers = {n: job.answers[n] for n in sorted(job.answers)}
+        self._count_bytes(order.number)
         return reply
+
+    def ask(self, query: Query, part: str = TRAINING, **arguments: Any) -> Mapping[int, Arrays]:
+        """Ask all connected sites a question; return the replies by client."""
+        one = Question(query, part, arguments)
+        return {n: found[one.key] for n, found in self.ask_all([one]).items() if one.key in found}
+
+    def ask_all(self, questions: Sequence[Question]) -> dict[int, Answers]:
+        """Ask all connected sites several questions in one message."""
+        self.asked += 1
+        self.roster.poll(at_once=True)
+        job = Asking(self, tuple(questions), f"question-{self.asked}", sorted(self.roster.nodes()))
+        self._fetch(job, min(self.roster.setup.least, len(job.required)))
+        self._count_bytes(0)
+        return {n: job.answers[n] for n in sorted(job.answers)}
 
     def own(self) -> Fields:
         """Return nothing: private fields stay at the sites."""
@@ -135,182 +156,248 @@ class Flower:
         """Stop waiting for answers."""
         self.roster.mailbox.withdraw()
 
-    # -- one round
+    # -- collecting answers
 
-    def _ask(self, now: Round) -> None:
-        setup, roster, asked = self.roster.setup, self.roster, now.order.asked
-        least = min(setup.least, len(asked)) if asked else 1
+    def _enough(self, job: Job) -> bool:
+        return job.count() >= min(self.roster.setup.least, len(job.required))
+
+    def _fetch(self, job: Job, least: int) -> None:
+        """Ask, again if there are fewer than `least` answers, as often as the setup allows."""
+        setup, roster = self.roster.setup, self.roster
         for attempt in range(setup.attempts):
-            wanted = [n for n in asked if n not in now.uploads.done and n not in now.reply.dropped]
-            audience = [n for n in range(setup.sites) if n not in asked and n not in now.tallies]
-            audience = audience if now.evaluate else []
-            need = least - len(now.uploads.done) if asked else 1
+            wanted = [n for n in job.required if not job.done(n)]
+            others = [n for n in job.welcome if not job.done(n)]
+            need = min(least - job.count(), len(wanted)) or 1
             roster.poll(at_once=True)
-            roster.wait(lambda wanted=wanted or audience, need=need: len(roster.nodes().keys() & set(wanted)) >= need)  # type: ignore[misc]
-            roster.flush()
-            self._collect(now, wanted, audience)
-            if len(now.uploads.done if asked else now.tallies) >= least:
+            if wanted or others:
+                there = partial(_there, roster, {*wanted} or {*others}, need)
+                roster.wait(there)
+                roster.flush()
+                self._collect(job, wanted, others)
+            if job.count() >= least or not any(not job.done(n) for n in (*job.required, *job.welcome)):
                 return
             roster.log(
-                f"round {now.number}: {len(now.uploads.done)} of {len(asked)} sites sent valid answers in time, {least} "
-                f"are needed (attempt {attempt + 1} of {setup.attempts})."
-            )
-        if asked:  # otherwise only metrics are missing
-            raise NestfedError(
-                f"Round {now.number} had too few answers {setup.attempts} times; run again to resume after round "
-                f"{now.order.round}."
+                f"{job.label}: {job.count()} of {len(job.required)} sites sent valid answers in time, {least} are needed "
+                f"(attempt {attempt + 1} of {setup.attempts})."
             )
 
-    def _collect(self, now: Round, wanted: list[int], audience: list[int]) -> None:
+    def _collect(self, job: Job, wanted: Sequence[int], others: Sequence[int]) -> None:
         """Ask once, and collect answers until the deadline."""
         roster = self.roster
         end = time.monotonic() + roster.setup.deadline
         open_: set[int] = set()
 
         def put(n: int) -> None:
-            if self._send(now, n, n in wanted):
+            node = roster.nodes().get(n)
+            if node is not None:
+                job.send(n, node)
                 open_.add(n)
 
         roster.poll(at_once=True)
-        for n in (*wanted, *audience):
+        for n in (*wanted, *others):
             put(n)
         while open_ and time.monotonic() < end:
             # A restarted site has lost the message.
             for n in {roster.client_of[node] for node in roster.poll() if node in roster.client_of} & open_:
-                roster.log(f"site {roster.name(roster.nodes().get(n, 0))} restarted and is asked again.", INFO)
+                roster.log(f"site {roster.called(n)} restarted and is asked again.", INFO)
                 put(n)
-            for node, kind, reply in roster.answers():
-                n = roster.client_of.get(node, -1)
-                if kind == HELLO:
-                    if self._joined(node, reply, {*wanted, *audience} - open_ - now.uploads.done):
-                        put(roster.client_of[node])
+            for answer in roster.answers():
+                if answer.kind == HELLO:
+                    missing = {n for n in (*wanted, *others) if n not in open_ and not job.done(n)}
+                    if self._joined(answer, missing):
+                        put(roster.client_of[answer.node])
                     continue
+                n = roster.client_of.get(answer.node, -1)
                 open_.discard(n)
-                try:
-                    self._take(now, n, node, reply, kind == "train")
-                except TroubleError as trouble:
-                    if self._help(now, n, node, trouble):
-                        put(n)
-                except RejectedError as error:
-                    roster.log(f"round {now.number}: the answer of site {roster.name(node)} is rejected: {error}")
+                if self._read(job, n, answer):
+                    put(n)
             time.sleep(POLL)
         for n in sorted(open_):
-            roster.log(f"round {now.number}: site {roster.name(roster.nodes().get(n, 0))} did not answer in time.")
-        roster.mailbox.withdraw(kind="train")  # ignore late answers
-        roster.mailbox.withdraw(kind="evaluate")
+            roster.log(f"{job.label}: site {roster.called(n)} did not answer in time.")
+        roster.mailbox.withdraw(kind=TRAIN)  # ignore late answers
+        roster.mailbox.withdraw(kind=ASK)
 
-    def _send(self, now: Round, n: int, train: bool) -> bool:
-        """Ask client n if it is connected; return whether it is."""
-        node = self.roster.nodes().get(n)
-        if node is None:
+    def _read(self, job: Job, n: int, answer: Answer) -> bool:
+        """Let the gate check an answer and the job use it; return whether to ask again."""
+        roster, name = self.roster, self.roster.name(answer.node)
+        try:
+            packed = roster.opened(answer)
+            if packed.words.get("client") != n:
+                raise RejectedError(f"it answered for client {packed.words.get('client')!r}."[:200])
+            if packed.words.get("group") != job.group:
+                raise RejectedError(f"it answered {packed.words.get('group')!r} instead of {job.group!r}."[:200])
+            with inside():
+                job.take(n, packed)
+        except TroubleError as trouble:
+            return self._help(job, n, answer.node, trouble)
+        except RejectedError as error:
+            roster.log(f"{job.label}: the answer of site {name} is rejected: {error}")
             return False
-        order = now.order
-        words = {
-            "round": order.round, "t": order.span.start, "seen": now.seen.get(n, -1),
-            "tap": order.tap if order.tapped else -1, "token": self.token,
-            "evaluate": now.evaluate and self.sites_evaluate,
-        }  # fmt: skip
-        content = RecordDict({"order": stamp_of(self.roster.study, **words), "shared": now.shared})
-        if train and order.tables:
-            content["tables"] = as_record(order.tables)
-        if node not in self.planned:
-            content["plan"], content["scaling"] = plan_record(self.plan)
-        self.roster.ask(node, "train" if train else "evaluate", content, str(now.number))
-        now.reply.downloads += train
-        return True
+        return False
 
-    def _joined(self, node: int, reply: Message, missing: set[int]) -> bool:
-        """Register a site; return whether to ask it in this round."""
-        roster = self.roster
+    def _help(self, job: Job, n: int, node: int, trouble: TroubleError) -> bool:
+        """Handle a site's error; return whether to ask it again."""
+        roster, name = self.roster, self.roster.name(node)
+        if trouble.kind == "no-plan" and node in self.planned:
+            self.planned.discard(node)
+            return True
+        if job.trouble(n, trouble):
+            return True
+        if trouble.kind == "withdrawn":
+            roster.withdraw(node)
+        elif trouble.kind in ("another-experiment", "another-version"):
+            roster.reject(node, str(trouble))
+        elif trouble.kind != "diverged":
+            roster.log(f"{job.label}: site {name} did not take part: {trouble}")
+        return False
+
+    def _joined(self, answer: Answer, missing: set[int]) -> bool:
+        """Register a site; return whether to ask it now."""
+        roster, node = self.roster, answer.node
         first = node in roster.unanswered
-        roster.register(node, reply)
+        roster.register(answer)
         if not first or node in roster.rejected or roster.client_of.get(node, -1) not in missing:
             return False
         if roster.mailbox.open_hellos(node):
             roster.behind.add(node)  # or it was only slow: its answer clears this
         return True
 
-    def _help(self, now: Round, n: int, node: int, trouble: TroubleError) -> bool:
-        """Handle a site's error; return whether to ask it again."""
-        roster, name = self.roster, self.roster.name(node)
-        if trouble.kind == "no-plan" and node in self.planned:
-            self.planned.discard(node)
-            return True
-        if trouble.kind == "lost-state" and roster.setup.restart_lost and now.seen.get(n, -1) >= 0:
-            roster.log(f"round {now.number}: site {name} lost its private fields and starts over.")
-            now.seen[n] = -1
-            return True
-        if trouble.kind == "diverged":
-            sentence = f"The numbers of site {name} became infinite or NaN in round {now.number}; see its log."
-            if self.exchange.on_nan == "stop":
-                raise DivergedError(sentence)
-            now.reply.dropped[n] = sentence
-        elif trouble.kind in ("another-experiment", "another-version"):
-            roster.reject(node, str(trouble))
-        else:
-            roster.log(f"round {now.number}: site {name} did not take part: {trouble}")
-        return False
-
-    def _take(self, now: Round, n: int, node: int, reply: Message, training: bool) -> None:
-        """Check all of an answer, then use it."""
-        words = self.roster.words(reply, "answer")
-        if words.get("client") != n:
-            raise RejectedError(f"it answered for client {words.get('client')}.")
-        if words.get("round") != now.order.round:
-            raise RejectedError(f"it answered round {_plus_one(words.get('round'))} instead of {now.number}.")
-        extra = (
-            set(reply.content) - {"answer", "fields", "report", "tally"} - ({"gathered"} if self.gathered else set())
-        )
-        if extra or ("fields" in reply.content) != training:
-            raise RejectedError("it sent other records than requested.")
-        tally = _tally(reply) if now.evaluate else {}
-        if training:
-            now.uploads.add(n, self._upload(now, n, reply))
-        if tally:
-            now.tallies[n] = tally
-        self.planned.add(node)
-
-    def _upload(self, now: Round, n: int, reply: Message) -> Upload:
-        if self.weight is not None and not self.weight(n):
-            raise NestfedError(
-                "exchange.weights = 'examples', but the sites of this problem do not count examples; set it to 'equal'."
-            )
-        fields, report = reply.content.get("fields"), reply.content.get("report")
-        if not isinstance(fields, ArrayRecord) or not isinstance(report, MetricRecord):
-            raise RejectedError("its fields or its report are missing.")
-        moved, examples, loss = report.get("moved"), report.get("examples"), report.get("loss")
-        if set(report) - {"loss"} != {"moved", "examples"} or not isinstance(moved, int | float):
-            raise RejectedError("its report is invalid.")
-        if not isinstance(examples, int) or not isinstance(loss, int | float | None):
-            raise RejectedError("its report is invalid.")
-        # Each array has a header of some hundred bytes; int8 sends two arrays per field.
-        most = sum(v.numel() * v.element_size() + 10_000 for v in now.gate.shared.values()) * 2
-        upload = now.gate.checked(n, tensors_of(fields, most), loss, float(moved), examples)
-        if self.gathered:
-            rows = reply.content.get("gathered")
-            if not isinstance(rows, ArrayRecord):
-                raise RejectedError("its contribution is missing.")
-            upload.gathered = now.gate.contribution(tensors_of(rows, MOST_GATHERED), self.gathered, now.uploads.first)
-        return upload
-
-    def _count_bytes(self, now: Round) -> None:
+    def _count_bytes(self, number: int) -> None:
         """Log the size of the messages; the record counts only the fields in them."""
         mailbox = self.roster.mailbox
-        line = {"round": now.number, "sent": mailbox.sent, "received": mailbox.got}
+        line = {"round": number, "sent": mailbox.sent, "received": mailbox.got}
         with (self.roster.setup.out / "wire.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _tally(reply: Message) -> Tally:
-    """Return a site's counts for the metrics, if it sent any."""
-    record = reply.content.get("tally")
-    if not isinstance(record, ArrayRecord):
-        return {}
-    counted = arrays_of(record, MOST_TALLY)
-    if sentence := tally_error(counted):
-        raise RejectedError(sentence)
-    return counted
+def _there(roster: Roster, wanted: set[int], need: int) -> bool:
+    return len(roster.nodes().keys() & wanted) >= need
 
 
-def _plus_one(value: Any) -> Any:
-    return value + 1 if isinstance(value, int) else value
+@dataclass
+class Asking:
+    """Questions to all connected sites, outside rounds."""
+
+    flower: Flower
+    questions: tuple[Question, ...]
+    group: str
+    required: Sequence[int]
+    answers: dict[int, Answers] = field(default_factory=dict)
+    welcome: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.label = f"questions {', '.join(one.key for one in self.questions)}"
+        self.failed: set[int] = set()
+        words, self.arrays = questions_packed(self.questions)
+        self.words = stamp_of(self.flower.roster.study, group=self.group, questions=words)
+
+    def done(self, n: int) -> bool:
+        """Return whether client n has answered."""
+        return n in self.answers or n in self.failed
+
+    def count(self) -> int:
+        """Return the number of answers."""
+        return len(self.answers)
+
+    def send(self, n: int, node: int) -> None:
+        """Send client n the questions."""
+        self.flower.roster.ask(node, ASK, pack(self.words, self.arrays), self.group, most_bytes(self.questions))
+
+    def take(self, n: int, packed: Packed) -> None:
+        """Check an answer and keep it; a site whose answer is invalid is not asked again."""
+        self.failed.add(n)
+        arrays = packed.arrays(answer_slots(packed, self.questions))
+        self.answers[n] = answers_of(packed, arrays, self.questions, self.flower.roster.rows[n])
+
+    def trouble(self, n: int, error: TroubleError) -> bool:
+        """Do not ask a site again that failed."""
+        self.failed.add(n)
+        return False
+
+
+@dataclass
+class Round:
+    """A round in progress."""
+
+    flower: Flower
+    order: Order
+    gate: Gate
+    uploads: InOrder
+    reply: Reply
+    shared: Arrays
+    """The broadcast as it is sent."""
+    answers: dict[int, Answers] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.label = f"round {self.order.number}"
+        self.group = str(self.order.number)
+        self.seen = dict(zip(self.order.asked, self.order.seen))
+        """The version of its private fields from which each client starts."""
+        self.training = set(self.order.asked)
+        self.words, self.asked_arrays = questions_packed(self.order.questions)
+
+    @property
+    def required(self) -> Sequence[int]:
+        """The clients that train."""
+        return self.order.asked
+
+    @property
+    def welcome(self) -> Sequence[int]:
+        """The other clients, if they evaluate the broadcast."""
+        everybody = range(self.flower.roster.setup.sites) if self.order.questions else ()
+        return [n for n in everybody if n not in self.training]
+
+    def done(self, n: int) -> bool:
+        """Return whether client n has answered, or cannot."""
+        return n in self.uploads.done or n in self.reply.dropped or (n not in self.training and n in self.answers)
+
+    def count(self) -> int:
+        """Return the number of uploads, or of answers if nobody trains."""
+        return len(self.uploads.done) if self.order.asked else len(self.answers)
+
+    def send(self, n: int, node: int) -> None:
+        """Send client n the order, with the plan if it may lack it."""
+        flower, order, train = self.flower, self.order, n in self.training
+        words = stamp_of(
+            flower.roster.study, group=self.group, token=flower.token, round=order.round, t=order.span.start,
+            seen=self.seen.get(n, -1), tap=order.tap if order.tapped else -1, questions=self.words, train=train,
+        )  # fmt: skip
+        arrays = {**self.shared, **self.asked_arrays}
+        if train and order.tables:
+            arrays |= numbers(order.tables, TABLES)
+        if node not in flower.planned:
+            words["plan"], scaling = flower.plan.packed()
+            arrays |= {f"{PLAN}{k}": v for k, v in scaling.items()}
+        most = most_bytes(order.questions) + (self.gate.most_bytes() if train else 0)
+        flower.roster.ask(node, TRAIN if train else ASK, pack(words, arrays), self.group, most)
+        self.reply.downloads += train
+
+    def take(self, n: int, packed: Packed) -> None:
+        """Check all of an answer, then use it."""
+        flower, questions = self.flower, self.order.questions
+        train = n in self.training
+        slots = answer_slots(packed, questions) | (self.gate.slots() if train else {})
+        arrays = packed.arrays(slots)
+        answers = answers_of(packed, arrays, questions, flower.roster.rows[n])
+        if train:
+            if flower.weight is not None and not flower.weight(n):
+                raise RejectedError("exchange.weights = 'examples', but it counts no examples; set weights to 'equal'.")
+            self.uploads.add(n, self.gate.checked(n, packed, arrays, self.uploads.first))
+        if answers:
+            self.answers[n] = answers
+        flower.planned.add(flower.roster.nodes().get(n, 0))
+
+    def trouble(self, n: int, error: TroubleError) -> bool:
+        """Handle a site's own error; return whether to ask it again."""
+        roster = self.flower.roster
+        name = roster.called(n)
+        if error.kind == "lost-state" and roster.setup.restart_lost and self.seen.get(n, -1) >= 0:
+            roster.log(f"{self.label}: site {name} lost its private fields and starts over.")
+            self.seen[n] = -1
+            return True
+        if error.kind == "diverged":
+            sentence = f"The numbers of site {name} became infinite or NaN in round {self.order.number}; see its log."
+            if self.flower.exchange.on_nan == "stop":
+                raise DivergedError(sentence)
+            self.reply.dropped[n] = sentence
+        return False

@@ -1,38 +1,37 @@
-"""Convert arrays, plans and facts to messages and back, and check versions."""
+"""What messages say: versions, the study, the sites' agreement, and the shared fields as they cross the network."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError, __version__
-from nestfed.data.clients import Totals
-from nestfed.data.encoding import Schema, Sums, TableEncoding, schema_from_json, schema_to_json
+from nestfed.deploy.agree import Agreement
 from nestfed.deploy.app import reject_warm_up
-from nestfed.deploy.flower.gate import RejectedError
+from nestfed.deploy.wire import RejectedError, numbers, pack, tensors, unpack
 from nestfed.engine.encode import Encoding, squeeze
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.files import write_atomically
+from nestfed.queries import QUERIES, Question
 
 if TYPE_CHECKING:
-    from nestfed.deploy.site import Agreement, Facts
     from nestfed.experiment.build import Assembly
     from nestfed.experiment.spec import RunSpec
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Increased when messages change."""
+
+SHARED, TABLES, PLAN, QUESTION = "shared.", "tables.", "plan.", "question."
+"""How the names of a message's arrays begin."""
 
 TROUBLES = {
     "another-experiment": "it runs another experiment, or another version of this one",
@@ -41,6 +40,8 @@ TROUBLES = {
     "lost-state to restart",
     "no-plan": "it has no plan yet",
     "diverged": "its numbers became infinite or NaN; see its log",
+    "too-few": "it has fewer rows than its min_cell",
+    "withdrawn": "it has withdrawn from the study",
     "failed": "it failed; see its log",
 }
 
@@ -80,37 +81,9 @@ def study_of(source: Any) -> Any:
     return study
 
 
-def as_record(fields: Mapping[str, Tensor]) -> ArrayRecord:
-    """Convert fields to a record."""
-    return ArrayRecord({k: Array(v.detach().cpu().contiguous().numpy()) for k, v in fields.items()})
-
-
-def number_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Convert arrays to a record."""
-    return ArrayRecord({k: Array(np.ascontiguousarray(v).reshape(v.shape)) for k, v in arrays.items()})
-
-
-def arrays_of(record: ArrayRecord, most: int | None = None) -> dict[str, np.ndarray]:
-    """Decode arrays (never pickles) after checking their size."""
-    if most is not None and sum(len(a.data) for a in record.values()) > most:
-        raise RejectedError("it sent more bytes than allowed.")
-    try:
-        return {k: np.array(a.numpy()) for k, a in record.items()}
-    except Exception as error:  # a hostile header can raise anything, from TokenError to MemoryError
-        raise RejectedError("it sent arrays that cannot be read.") from error
-
-
-def tensors_of(record: ArrayRecord, most: int | None = None) -> dict[str, Tensor]:
-    """Decode tensors."""
-    try:
-        return {k: torch.from_numpy(a) for k, a in arrays_of(record, most).items()}
-    except TypeError as error:
-        raise RejectedError("it sent arrays of an unsupported type.") from error
-
-
-def stamp_of(study: Any, **more: Any) -> ConfigRecord:
-    """Return the header of every message: protocol, version, experiment."""
-    return ConfigRecord({"protocol": PROTOCOL, "version": __version__, "digest": study.digest(), **more})
+def stamp_of(study: Any, **more: Any) -> dict[str, Any]:
+    """Return the words that every message has: protocol, version, experiment."""
+    return {"protocol": PROTOCOL, "version": __version__, "digest": study.digest(), **more}
 
 
 def mismatch(study: Any, stamp: Mapping[str, Any]) -> str:
@@ -120,82 +93,44 @@ def mismatch(study: Any, stamp: Mapping[str, Any]) -> str:
     return "another-experiment" if stamp.get("digest") != study.digest() else ""
 
 
-def broadcast_record(encoding: Encoding, shared: Fields) -> ArrayRecord:
+def broadcast(encoding: Encoding, shared: Fields) -> dict[str, np.ndarray]:
     """Encode the shared fields for the sites."""
-    return as_record({k: squeeze(encoding.down, v)[""] for k, v in shared.items()} if encoding.down else shared)
+    sent = {k: squeeze(encoding.down, v)[""] for k, v in shared.items()} if encoding.down else shared
+    return numbers(sent, SHARED)
 
 
-def fields_of(encoding: Encoding, record: ArrayRecord) -> dict[str, Tensor]:
+def received(encoding: Encoding, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     """Decode the shared fields of a broadcast."""
-    fields = tensors_of(record)
+    fields = tensors(arrays, SHARED)
     return {k: v.view(torch.bfloat16) for k, v in fields.items()} if encoding.down == "bfloat16" else fields
 
 
-def _columns(words: Mapping[str, Any]) -> Schema:
-    try:
-        return schema_from_json(json.loads(words["columns"]))
-    except RecursionError as error:  # hostile nesting
-        raise ValueError("the columns cannot be read") from error
+def questions_packed(questions: Sequence[Question]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return questions as the words and arrays of a message."""
+    words: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
+    for i, one in enumerate(questions):
+        plain = {k: v for k, v in one.arguments.items() if not isinstance(v, np.ndarray)}
+        words.append({"query": one.query.name, "part": one.part, "arguments": plain})
+        arrays |= {f"{QUESTION}{i}.{k}": v for k, v in one.arguments.items() if isinstance(v, np.ndarray)}
+    return words, arrays
 
 
-def facts_record(facts: Facts, words: ConfigRecord) -> RecordDict:
-    """Convert a site's facts to a message that starts with `words`."""
-    sums = facts.sums
-    words["examples"], words["positives"] = facts.examples, facts.positives
-    words["shape"], words["classes"] = list(facts.shape), list(facts.classes)
-    words["columns"] = json.dumps(schema_to_json(sums.schema))
-    return RecordDict({"site": words, "sums": number_record({"known": sums.known, "total": sums.total})})
-
-
-def facts_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Facts:
-    """Read the facts of a message; raise ValueError, KeyError or TypeError if they are inconsistent."""
-    from nestfed.deploy.site import Facts
-
-    sums = Sums(_columns(words), int(words["examples"]), arrays["known"], arrays["total"])
-    found = Facts(
-        int(words["examples"]), int(words["positives"]), tuple(words["shape"]), tuple(words["classes"]), sums
-    )  # fmt: skip
-    width = (sum(map(len, sums.schema)),)
-    good = sums.known.shape == sums.total.shape == width and np.isfinite(sums.total).all()
-    good = good and ((sums.known >= 0) & (sums.known <= sums.rows)).all()
-    if not good or not 0 <= found.positives <= found.examples:
-        raise ValueError("its counts and sums are inconsistent.")
+def questions_of(words: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Question]:
+    """Return the questions that `questions_packed` wrote."""
+    found = []
+    for i, one in enumerate(words):
+        prefix = f"{QUESTION}{i}."
+        given = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+        found.append(Question(QUERIES[one["query"]], one["part"], {**one["arguments"], **given}))
     return found
-
-
-def plan_record(plan: Agreement) -> tuple[ConfigRecord, ArrayRecord]:
-    """Convert the agreement to records."""
-    words: dict[str, Any] = {"clients": plan.clients, "shape": list(plan.shape), "p": plan.p}
-    words["totals"] = list(astuple(plan.totals))
-    words |= {"classes": list(plan.classes), "columns": json.dumps(schema_to_json(plan.encoding.schema))}
-    return ConfigRecord(words), number_record(_scaling(plan))
-
-
-def _scaling(plan: Agreement) -> dict[str, np.ndarray]:
-    encoding = plan.encoding
-    return {"mean": encoding.mean, "deviation": encoding.deviation, "gaps": encoding.gaps.astype(np.uint8)}
-
-
-def plan_of(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Agreement:
-    """Read the agreement from a message or a file."""
-    from nestfed.deploy.site import Agreement
-
-    schema = _columns(words)
-    numbers = arrays["mean"], arrays["deviation"], arrays["gaps"].astype(bool)
-    if any(a.shape != (sum(map(len, schema)),) for a in numbers):
-        raise ValueError("the numbers of columns and scales differ")
-    encoding = TableEncoding(schema, *numbers)
-    return Agreement(
-        int(words["clients"]), tuple(words["shape"]), tuple(words["classes"]), float(words["p"]), encoding,
-        Totals(*map(int, words.get("totals", (0, 0, 0)))),
-    )  # fmt: skip
 
 
 def write_plan(path: Path, plan: Agreement, token: str) -> None:
     """Save the agreement, so that the run can be resumed."""
-    words, _ = plan_record(plan)
+    words, arrays = plan.packed()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save_arrays(_scaling(plan), {"plan": json.dumps(dict(words)), "token": token}))
+    write_atomically(path, pack({"plan": words, "token": token}, arrays))
 
 
 def read_plan(path: Path) -> tuple[Agreement, str] | None:
@@ -203,8 +138,7 @@ def read_plan(path: Path) -> tuple[Agreement, str] | None:
     if not path.exists():
         return None
     try:
-        with safe_open(path, "np") as file:
-            words = file.metadata()
-            return plan_of(json.loads(words["plan"]), {k: file.get_tensor(k) for k in file.keys()}), words["token"]  # noqa: SIM118
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        found = unpack(path.read_bytes())
+        return Agreement.unpacked(found.words["plan"], found.arrays()), str(found.words["token"])
+    except (RejectedError, KeyError, ValueError, TypeError) as error:
         raise NestfedError(f"{path} is damaged: delete it, or start in another directory.") from error

@@ -1,4 +1,4 @@
-"""The connected nodes, the sites behind them, and their facts."""
+"""The connected nodes, and the sites behind them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+import torch
 from flwr.serverapp import Grid
 
 from nestfed.core import NestfedError, one_of, unknown
-from nestfed.deploy.flower.gate import RejectedError, TroubleError
-from nestfed.deploy.flower.mailbox import HELLO, Mailbox
-from nestfed.deploy.flower.messages import TROUBLES, arrays_of, facts_of, mismatch, stamp_of
-
-if TYPE_CHECKING:
-    from nestfed.deploy.site import Facts
+from nestfed.deploy.flower.mailbox import HELLO, Answer, Mailbox
+from nestfed.deploy.flower.messages import TROUBLES, mismatch, stamp_of
+from nestfed.deploy.wire import Packed, RejectedError, pack
+from nestfed.queries import PARTS
 
 LOG = logging.getLogger(__name__)
 POLL = 0.2
@@ -28,6 +26,14 @@ HELLO_WAIT = 15.0
 """Seconds before an unanswered hello is repeated; doubled after every attempt."""
 FLUSH_WAIT = 30.0
 """Seconds for a site to answer repeated hellos, or twice the time of the slowest first answer if that is longer."""
+
+
+class TroubleError(RejectedError):
+    """A site reports an error of its own."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,10 @@ class Roster:
         self.mailbox = Mailbox(grid, setup.deadline)
         self.names: dict[int, str] = {}
         self.client_of: dict[int, int] = {}
-        self.facts: dict[int, Facts] = {}
+        self.rows: dict[int, dict[str, int]] = {}
+        """The rows of each part that each client declared; 0 = none, or too few to tell."""
+        self.withdrawn: set[int] = set()
+        """The clients that have withdrawn from the study."""
         self.rejected: set[int] = set()
         self.doubles: dict[int, int] = {}
         """Nodes whose client number another node has; without registered keys, it may be the same site before a crash."""
@@ -116,6 +125,10 @@ class Roster:
         """Return the name of a site."""
         return self.names.get(node) or f"node {node}"
 
+    def called(self, n: int) -> str:
+        """Return the name of client n's site."""
+        return next((self.name(node) for node, client in self.client_of.items() if client == n), f"client {n}")
+
     def poll(self, at_once: bool = False) -> set[int]:
         """Return the nodes activated since the last poll and send them a hello; poll once a second, or `at_once`."""
         if time.monotonic() - self._polled < 1 and not at_once:
@@ -141,20 +154,20 @@ class Roster:
     def hello(self, node: int) -> None:
         """Send a hello to a node."""
         self.hello_sent[node] = time.monotonic()
-        self.mailbox.send(node, HELLO, RecordDict({"order": stamp_of(self.study)}))
+        self.mailbox.send(node, HELLO, pack(stamp_of(self.study), {}))
 
-    def ask(self, node: int, kind: str, content: RecordDict, group: str = "") -> None:
-        """Send a message to a node."""
+    def ask(self, node: int, kind: str, block: bytes, group: str, most: int) -> None:
+        """Send a message to a node, whose answer has at most so many bytes besides its header."""
         self.asked[node] = time.monotonic()
-        self.mailbox.send(node, kind, content, group)
+        self.mailbox.send(node, kind, block, group, most)
 
-    def answers(self) -> list[tuple[int, str, Message]]:
+    def answers(self) -> list[Answer]:
         """Return the new answers; send a hello to nodes that hold one back, or may do so after a quarter of the deadline."""
         found, now = self.mailbox.receive(), time.monotonic()
-        for node, kind, _ in found:
-            if kind != HELLO and not self.mailbox.open_hellos(node):
-                self.behind.discard(node)  # it answered without a hello
-        for node in {n for n, kind in self.mailbox.open.values() if kind != HELLO}:
+        for answer in found:
+            if answer.kind != HELLO and not self.mailbox.open_hellos(answer.node):
+                self.behind.discard(answer.node)  # it answered without a hello
+        for node in self.mailbox.waiting():
             if self.mailbox.open_hellos(node):
                 continue
             asked = now - self.asked[node]
@@ -187,58 +200,71 @@ class Roster:
         """Return the node of every connected client."""
         return {n: node for node, n in self.client_of.items() if node in self.since and node not in self.rejected}
 
-    def register(self, node: int, reply: Message) -> None:
+    def register(self, answer: Answer) -> None:
         """Read a site's answer to a hello, and register or reject the site."""
+        node = answer.node
         if node not in self.unanswered:
             return  # already registered
         self.slowest = max(self.slowest, time.monotonic() - self.unanswered.pop(node)[1])
-        if reply.has_error():
+        if answer.lost:
             self.since.pop(node, None)  # the next poll sends a hello again if it is still connected
-            self.log(f"site {self.name(node)} did not answer a hello (Flower's error {reply.error.code}).", INFO)
+            self.log(f"site {self.name(node)} did not answer a hello: {answer.error}", INFO)
             return
+        if answer.packed is not None:
+            self.names[node] = str(answer.packed.words.get("site", ""))[:64]
         try:
-            words = self.words(reply, "site")
-            n, name = words.get("client"), str(words.get("site", ""))[:64]
-            self.names[node] = name
-            if not isinstance(n, int) or not 0 <= n < self.setup.sites:
+            words = self.opened(answer).words
+            n, name = words.get("client"), self.name(node)
+            if type(n) is not int or not 0 <= n < self.setup.sites:
                 raise RejectedError(f"its client number is {n}, but must be 0 to {self.setup.sites - 1}.")
             if (other := self.nodes().get(n)) not in (None, node):
                 self.doubles[node] = n
                 raise RejectedError(f"its client number {n} is already used by {self.name(other or 0)}.")
-            self.facts[n] = self._facts(words, reply)
+            self.rows[n] = _rows(words.get("rows"))
+        except TroubleError as trouble:
+            if trouble.kind == "withdrawn":
+                self.withdraw(node)
+            else:
+                self.reject(node, str(trouble))
+            return
         except RejectedError as error:
             self.reject(node, str(error))
             return
         for old in [k for k, v in self.client_of.items() if v == n and k != node]:
             del self.client_of[old]
         self.client_of[node] = n
+        self.withdrawn.discard(n)
         self.log(f"site {name} connected as client {n}.", INFO)
+        if words.get("torch") != torch.__version__:
+            self.note(
+                f"site {name} computes with torch {str(words.get('torch'))[:20]}, the coordinator with {torch.__version__}."
+            )
 
     def reject(self, node: int, sentence: str) -> None:
         """Leave a node out until it restarts."""
         self.rejected.add(node)
         self.log(f"site {self.name(node)} is rejected: {sentence}")
 
-    def words(self, reply: Message, key: str) -> Mapping[str, Any]:
-        """Return a reply's stamp; raise if it is not of this experiment."""
-        if reply.has_error():
-            raise RejectedError(f"its app did not answer (Flower's error {reply.error.code}).")
-        if "trouble" in reply.content:
-            kind = str(reply.content["trouble"].get("kind"))
+    def withdraw(self, node: int) -> None:
+        """Leave out a site that has withdrawn, and stop if too few sites are left."""
+        self.reject(node, f"{TROUBLES['withdrawn']}.")
+        if (n := self.client_of.get(node)) is not None:
+            self.withdrawn.add(n)
+        left = self.setup.sites - len(self.withdrawn)
+        if left < self.setup.least:
+            raise NestfedError(f"{left} of {self.setup.sites} sites are left, but {self.setup.least} are needed.")
+
+    def opened(self, answer: Answer) -> Packed:
+        """Return an answer whose header can be trusted to be of this experiment; raise otherwise."""
+        if answer.packed is None:
+            raise RejectedError(answer.error)
+        words = answer.packed.words
+        if "trouble" in words:
+            kind = str(words["trouble"])
             raise TroubleError(kind, f"{TROUBLES.get(kind, 'it reported an unknown error')}.")
-        words = reply.content.get(key)
-        if not isinstance(words, ConfigRecord):
-            raise RejectedError("its answer is not a nestfed message.")
         if kind := mismatch(self.study, words):
             raise TroubleError(kind, f"{TROUBLES[kind]}.")
-        return words
-
-    def _facts(self, words: Mapping[str, Any], reply: Message) -> Facts:
-        sums = reply.content.get("sums")
-        try:
-            return facts_of(words, arrays_of(sums, 10_000_000) if isinstance(sums, ArrayRecord) else {})
-        except (KeyError, TypeError, ValueError) as error:
-            raise RejectedError("its counts and sums are invalid.") from error
+        return answer.packed
 
     def wait(self, enough: Callable[[], bool], seconds: float = 0.0) -> bool:
         """Register sites until there are enough; return whether there were before the time (or the deadline) was over."""
@@ -247,8 +273,16 @@ class Roster:
             if time.monotonic() > end:
                 return False
             self.poll()
-            for node, kind, reply in self.mailbox.receive():
-                if kind == HELLO:
-                    self.register(node, reply)
+            for answer in self.mailbox.receive():
+                if answer.kind == HELLO:
+                    self.register(answer)
             time.sleep(POLL)
         return True
+
+
+def _rows(found: Any) -> dict[str, int]:
+    """Return the rows of each part that a site declares; raise if they are invalid."""
+    good = isinstance(found, dict) and set(found) == set(PARTS)
+    if not good or not all(type(n) is int and 0 <= n < 2**53 for n in found.values()):
+        raise RejectedError("its numbers of rows are invalid.")
+    return {part: found[part] for part in PARTS}

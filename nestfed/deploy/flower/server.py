@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from logging import INFO
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from nestfed.algorithms.buffered import BUFFERS, with_buffers
 from nestfed.core import NestfedError, refuse_mismatch
+from nestfed.deploy import agree
+from nestfed.deploy.agree import Agreement
 from nestfed.deploy.flower.federation import Flower
-from nestfed.deploy.flower.gate import RejectedError
 from nestfed.deploy.flower.log import shown_by_flower
-from nestfed.deploy.flower.mailbox import HELLO
-from nestfed.deploy.flower.messages import (
-    Custom,
-    arrays_of,
-    plan_record,
-    read_plan,
-    stamp_of,
-    study_of,
-    write_plan,
-)
-from nestfed.deploy.flower.roster import POLL, Roster, Setup
-from nestfed.deploy.site import Agreement, at_coordinator, finish, merge
+from nestfed.deploy.flower.messages import Custom, read_plan, study_of, write_plan
+from nestfed.deploy.flower.roster import Roster, Setup
+from nestfed.deploy.site import at_coordinator, evaluation_questions, metrics_of
 from nestfed.engine import loop
 from nestfed.engine.privacy import Noise
 from nestfed.engine.round import Rules, RunState
@@ -40,6 +31,7 @@ from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
 from nestfed.files import locked, write_atomically, write_model
 from nestfed.problems.objective import Labelled
+from nestfed.queries import TRAINING, VALIDATION
 
 PREDECESSOR = 60.0
 """Seconds to wait for the directory's lock. The ServerApp of a killed SuperLink needs about ten to end."""
@@ -66,16 +58,14 @@ class Coordinator:
 
     def _run(self) -> None:
         study, setup = self.study, self.setup
-        plan, token = self.plan()
+        flower = Flower(self.roster, study.exchange)
+        plan, token = self.plan(flower)
         made = study.make() if isinstance(study, Custom) else at_coordinator(study, plan)
         sites_evaluate = not isinstance(study, Custom) and isinstance(study.problem, Labelled)
         problem, exchange = made.problem, study.exchange
         method = with_buffers(problem, made.algorithm, study.evaluation.keep)
         _check(problem, method, study, setup.sites)
-        flower = Flower(
-            self.roster, plan, token, method, exchange, sites_evaluate=sites_evaluate,
-            metric=study.evaluation.metric or made.metric,
-        )  # fmt: skip
+        flower.prepare(plan, token, method)
         noise = Noise.plan(exchange, setup.sites)
         if noise:
             # Every site knows the seed and so who takes part: sampling does not amplify privacy.
@@ -91,11 +81,15 @@ class Coordinator:
                 found = made.evaluate(problem.bind(method.solution(state.shared, {})))
             return {k: float(v) for k, v in found.items()}
 
-        weights = (lambda: sum(float(f.examples) for f in self.roster.facts.values())) if flower.weight else None
+        questions = evaluation_questions(study, plan) if sites_evaluate else ()
+        pool = partial(metrics_of, study, plan, made.metric) if sites_evaluate else None
+        weights = None
+        if flower.weight is not None:
+            weights = lambda: sum(float(rows[TRAINING]) for rows in self.roster.rows.values())  # noqa: E731
         rules = Rules(problem, method, exchange, setup.sites, noise, None, weights)
         run = loop.Plan(
             rules, study.run.rounds, study.run.q, study.run.seed, evaluation, None if sites_evaluate else judge,
-            sites_evaluate,
+            questions, pool,
         )  # fmt: skip
         # A site keeps only a few versions of its private fields, so write a checkpoint every round.
         book = RunDirectory(
@@ -110,7 +104,7 @@ class Coordinator:
 
     # -- before the first round
 
-    def plan(self) -> tuple[Agreement, str]:
+    def plan(self, flower: Flower) -> tuple[Agreement, str]:
         """Return the saved agreement, or make one with the connected sites."""
         path = self.setup.out / "plan.safetensors"
         if found := read_plan(path):
@@ -122,46 +116,46 @@ class Coordinator:
                 f"{least} are needed."
             )
         self.roster.flush()
+        self._check_rows()
         token = secrets.token_hex(8)
-        plan = self._agree()
+        plan = Agreement(total) if isinstance(self.study, Custom) else self._agree(flower)
         write_plan(path, plan, token)
         return plan, token
 
-    def _agree(self) -> Agreement:
-        there = self.roster.nodes()
-        if isinstance(self.study, Custom):
+    def _agree(self, flower: Flower) -> Agreement:
+        study, roster = self.study, self.roster
+        if not isinstance(study.problem, Labelled):
             return Agreement(self.setup.sites)
-        facts = {self.roster.name(there[n]): self.roster.facts[n] for n in sorted(there)}
-        plan = merge(facts, self.setup.sites, self.study.exchange.weights == "examples")
-        if not plan.encoding.schema:
-            return plan
-        words, arrays = plan_record(plan)
-        for node in there.values():
-            self.roster.ask(
-                node, "query.spread", RecordDict({"order": stamp_of(self.study), "plan": words, "scaling": arrays})
+        rules = agree.Rules(
+            self.setup.sites, study.exchange.weights == "examples", not study.exchange.reduction.plain, self.setup.least
+        )
+
+        def reject(n: int, sentence: str) -> None:
+            if (node := roster.nodes().get(n)) is not None:
+                roster.reject(node, sentence)
+
+        found = agree.agree(flower.ask_all, rules, roster.called, reject)
+        if study.problem.binary and not 0 < found.p < 1:
+            raise NestfedError(
+                f"{study.problem.name} needs positive and negative rows, but all sites together tell of "
+                f"{found.totals.positives} positives in {found.totals.rows} training rows. A site does not tell of fewer than "
+                "its min-cell."
             )
-        squares: dict[int, np.ndarray] = {}
-        number = {node: n for n, node in there.items()}
-        end = time.monotonic() + self.setup.deadline
-        while len(squares) < len(there) and time.monotonic() < end:
-            for node, kind, reply in self.roster.answers():
-                if kind == "query.spread":
-                    try:
-                        self.roster.words(reply, "site")
-                        values = arrays_of(reply.content["squares"])["squares"]  # type: ignore[arg-type]
-                    except (RejectedError, KeyError) as error:
-                        raise NestfedError(
-                            f"Site {self.roster.name(node)} did not send sums of squares: {error}"
-                        ) from error
-                    if values.shape != plan.encoding.mean.shape or not np.isfinite(values).all() or (values < 0).any():
-                        raise NestfedError(f"Site {self.roster.name(node)} sent invalid sums of squares.")
-                    squares[number[node]] = values
-                elif kind == HELLO:
-                    self.roster.register(node, reply)
-            time.sleep(POLL)
-        if len(squares) < len(there):
-            raise NestfedError("A site sent its sums but not its sums of squares; run again when it is connected.")
-        return finish(plan, [squares[n] for n in sorted(squares)], facts)
+        return found
+
+    def _check_rows(self) -> None:
+        """Reject a study that needs rows which no site has, or may tell of."""
+        study, known = self.study, self.roster.rows.values()
+        if study.exchange.weights == "examples" and not any(rows[TRAINING] for rows in known):
+            raise NestfedError(
+                "exchange.weights = 'examples', but the sites of this problem do not count examples; set it to 'equal'."
+            )
+        labelled = not isinstance(study, Custom) and isinstance(study.problem, Labelled)
+        if labelled and study.evaluation.keep == "best" and not any(rows[VALIDATION] for rows in known):
+            raise NestfedError(
+                "evaluation.keep = 'best' needs validation rows, but no site has any, or has as many as its min_cell: set "
+                "data.validation to a larger share, or keep = 'last'."
+            )
 
     def _finish(self, made: Assembly, x: torch.Tensor, book: RunDirectory) -> None:
         write_model(self.setup.out / "model.safetensors", made.problem.module(x), x)

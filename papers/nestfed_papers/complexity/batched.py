@@ -75,7 +75,7 @@ class Batched(Local):
         self.problem, self.method, self.source, self.seeds, self.template = problem, algorithm, clients, seeds, template
         self.fields: Fields = {k: getattr(template, k) for k in algorithm.private}
 
-    def run(self, order: Order, shared: Fields, evaluate: bool = False) -> Reply:
+    def run(self, order: Order, shared: Fields) -> Reply:
         """Run a round of all clients."""
         program = Program(self.problem, self.method, self.template, order.span, eager=True)
         batches = [self.source.at(self.seeds, t) for t in range(*order.span)]

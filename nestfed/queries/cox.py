@@ -213,8 +213,12 @@ RISK = Query(
     {
         "events": Field("the number of events in every cell of time", "count", _BY_CELL),
         "others": Field("the number of other rows in every cell of time", "count", _BY_CELL),
-        "risk": Field("the sum of e^(linear predictor) over the rows at risk in every cell of time", shape=_BY_CELL),
-        "risk_events": Field("the same sum over the events of every cell of time", shape=_BY_CELL, over="events"),
+        "risk": Field(
+            "the sum of e^(linear predictor) over the rows at risk in every cell of time", shape=_BY_CELL, signed=False
+        ),
+        "risk_events": Field(
+            "the same sum over the events of every cell of time", shape=_BY_CELL, over="events", signed=False
+        ),
         "of_events": Field("the sum of the model inputs over all events", shape=("inputs",)),
     },
     sizes=_sizes,

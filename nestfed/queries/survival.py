@@ -86,7 +86,7 @@ PAIRS = Query(
     _pairs,
     {
         "events": Field("the number of events", "count"),
-        "pairs": Field("the number of pairs of an event and a row that outlived it", over="events"),
+        "pairs": Field("the number of pairs of an event and a row that outlived it", over="events", signed=False),
         "concordant": Field("the number of these in which the event has the higher score", over="events"),
         "tied": Field("the number of these with equal scores", over="events"),
     },
@@ -108,7 +108,9 @@ BRIER = Query(
     _brier,
     {
         "used": Field("the number of rows in the sums", "count"),
-        "errors": Field("the weighted sum of the squared errors at every time", shape=("times",), over="used"),
+        "errors": Field(
+            "the weighted sum of the squared errors at every time", shape=("times",), over="used", signed=False
+        ),
     },
     sizes=lambda times, **_: {"times": len(times)},
     prepare=by_event,

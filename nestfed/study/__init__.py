@@ -1,9 +1,10 @@
 """The high-level interface: estimators in the style of scikit-learn, trained over sites."""
 
-from nestfed.study.exact import FederatedCox, FederatedLinear, FederatedLogistic
+from nestfed.study.exact import FederatedLinear, FederatedLogistic
 from nestfed.study.labelled import FederatedAUC, FederatedAUPRC, FederatedClassifier
 from nestfed.study.meta import FederatedMAML
 from nestfed.study.saddle import FederatedMinimax
+from nestfed.study.survival import FederatedCox
 
 __all__ = [
     "FederatedAUC",

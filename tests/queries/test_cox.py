@@ -14,9 +14,12 @@ import pytest
 from numpy.testing import assert_allclose
 
 from nestfed.core import NestfedError
-from nestfed.queries import QUERIES, Rows, at_hand, pooled
+from nestfed.queries import QUERIES, Question, Rows, at_hand, pooled
 from nestfed.queries.cox import _Common, cox, cox_path
+from nestfed.queries.newton import regression
+from nestfed.queries.slots import misfit
 from nestfed.queries.solve import Sums
+from nestfed.queries.survival import baselines, brier, concordance, concordance_within, life_tables
 from nestfed.queries.times import agree
 
 FOUND: dict[str, Any] = json.loads(Path(__file__).with_name("reference.json").read_text())
@@ -260,3 +263,48 @@ def test_errors_say_what_would_be_right() -> None:
         fit(y, ties="exact")
     with pytest.raises(NestfedError, match=r"events must be 0 \(censored\) or 1"):
         fit(y + 0.5)
+
+
+def through_the_gate(plain: Any) -> Any:
+    """Return a way to ask that packs questions as a deployment does, and checks replies as its gate does."""
+    messages = pytest.importorskip("nestfed.deploy.flower.messages")
+
+    def ask(query: Any, part: str = "training", **arguments: Any) -> Any:
+        words, arrays = messages.questions_packed([Question(query, part, arguments)])
+        (one,) = messages.questions_of(json.loads(json.dumps(words)), arrays)
+        replies = plain(one.query, one.part, **one.arguments)
+        for reply in replies.values():
+            header = {k: (v.dtype.str, v.shape) for k, v in reply.items()}
+            assert misfit(header, query.slots(**one.arguments)) == ""
+            assert query.invalid(reply, most_rows=len(X), **one.arguments) == ""
+        return replies
+
+    return ask
+
+
+@pytest.mark.parametrize("min_cell", [0, 2])
+def test_every_question_can_be_sent_and_every_reply_passes_the_gate(min_cell: int) -> None:
+    y = target("ties")
+    site = SITE // 3
+    for baseline in ("stratified", "common", "intercepts"):
+        ask = at_hand(sites(y, site), min_cell)
+        try:
+            expected = cox(ask, NAMES, baseline=baseline, ridge=0.1)
+        except NestfedError as error:
+            with pytest.raises(NestfedError) as found:
+                cox(through_the_gate(ask), NAMES, baseline=baseline, ridge=0.1)
+            assert str(found.value) == str(error)  # noqa: PT017
+        else:
+            sent = cox(through_the_gate(ask), NAMES, baseline=baseline, ridge=0.1)
+            assert_allclose(sent.coef, expected.coef, rtol=1e-13)
+    ask = through_the_gate(at_hand(sites(y, site)))
+    grid = agree(ask, every=True)
+    censoring, _ = life_tables(ask, grid)
+    base, _ = baselines(ask, np.ones(3), agree(ask, cells=5))
+    assert 0 < concordance(ask, np.ones(3), grid).value < 1
+    assert 0 < concordance_within(ask, np.ones(3)) < 1
+    assert np.isfinite(brier(ask, np.ones(3), base, censoring, [2.0])).all()
+    labels = [{"training": Rows(X[site == n], y[site == n, 1].astype(int))} for n in (0, 1)]
+    for family in ("logistic", "linear"):
+        for own in (False, True):
+            assert regression(through_the_gate(at_hand(labels)), family, NAMES, own_intercepts=own).rows == len(X)

@@ -75,7 +75,16 @@ if TYPE_CHECKING:
     from nestfed.problems.paired import PairedAP, PairedAUROC
     from nestfed.problems.partial import PairedPartialAUROC, PartialAUROC
     from nestfed.report.callbacks import MLflow, TensorBoard, WandB
-    from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, FederatedMAML, FederatedMinimax
+    from nestfed.study import (
+        FederatedAUC,
+        FederatedAUPRC,
+        FederatedClassifier,
+        FederatedCox,
+        FederatedLinear,
+        FederatedLogistic,
+        FederatedMAML,
+        FederatedMinimax,
+    )
 
 # Looked up when first used: `import nestfed` and the command line's help need no torch.
 _NAMES = {
@@ -192,6 +201,9 @@ _NAMES = {
         "FederatedAUC",
         "FederatedAUPRC",
         "FederatedClassifier",
+        "FederatedCox",
+        "FederatedLinear",
+        "FederatedLogistic",
         "FederatedMAML",
         "FederatedMinimax",
     ),
@@ -252,6 +264,9 @@ __all__ = [
     "FederatedAUC",
     "FederatedAUPRC",
     "FederatedClassifier",
+    "FederatedCox",
+    "FederatedLinear",
+    "FederatedLogistic",
     "FederatedMAML",
     "FederatedMinimax",
     "Gaussian",

@@ -29,6 +29,25 @@ from nestfed.queries.tables import CLASSES, SQUARES, TABLE
 QUERIES: Registry[Query] = Registry("query")
 for _query in (TABLE, CLASSES, SQUARES, SCORES):
     QUERIES.add(_query.name, _query)
+for _name, _place in {
+    "regression-facts": "newton:FACTS",
+    "regression-sums": "newton:SUMS",
+    "regression-outer": "newton:OUTER",
+    "regression-within": "newton:WITHIN",
+    "survival-facts": "cox:FACTS",
+    "cox-risk": "cox:RISK",
+    "cox-moments": "cox:MOMENTS",
+    "cox-outer": "cox:OUTER",
+    "cox-stratified": "cox:OWN",
+    "event-times": "times:TIMES",
+    "event-histogram": "times:HISTOGRAM",
+    "survival-cells": "times:CELLS",
+    "life-table": "survival:LIFE",
+    "concordance-within": "survival:PAIRS",
+    "concordance-histogram": "survival:SCORED",
+    "brier": "survival:BRIER",
+}.items():
+    QUERIES.add(_name, f"nestfed.queries.{_place}")
 
 __all__ = [
     "CLASSES", "PARTS", "QUERIES", "ROWS", "SCORES", "SQUARES", "TABLE", "TEST", "TRAINING", "VALIDATION", "Answers",

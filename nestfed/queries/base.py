@@ -130,6 +130,8 @@ class Query:
     """Returns the values of the names in the fields' shapes, given the arguments."""
     protect: Callable[..., Arrays] | None = None
     """Replaces the default rule: given the reply and `min_cell`, returns it without cells below `min_cell`."""
+    prepare: Callable[..., Rows] | None = None
+    """Replaces `Rows.coarse`: given the rows, `min_cell` and the arguments, returns the rows that the query may use."""
     check: Callable[..., Any] | None = None
     """Reads a reply, given it and the arguments, and raises a ValueError if it contradicts itself."""
     of_columns: bool = True
@@ -148,7 +150,7 @@ class Query:
             raise TooFewError(
                 f"This site has {len(rows)} rows for {self.name!r}, fewer than its min_cell = {min_cell}: it cannot answer."
             )
-        made = self.compute(rows.coarse(min_cell) if self.of_columns else rows, **arguments)
+        made = self.compute(self._prepared(rows, min_cell, arguments), **arguments)
         found = {ROWS: np.array(len(rows), "<i8")}
         found |= {k: np.asarray(v, self.declared[k].dtype) for k, v in made.items()}
         if sentence := misfit({k: (v.dtype.str, v.shape) for k, v in found.items()}, self.slots(**arguments)):
@@ -156,6 +158,12 @@ class Query:
         if min_cell > 1:
             found |= (self.protect or self._suppressed)(found, min_cell)
         return found
+
+    def _prepared(self, rows: Rows, min_cell: int, arguments: Mapping[str, Any]) -> Rows:
+        """Return the rows that the query may use under the site's disclosure rule."""
+        if min_cell > 1 and self.prepare is not None:
+            return self.prepare(rows, min_cell, **arguments)
+        return rows.coarse(min_cell) if self.of_columns else rows
 
     def _suppressed(self, reply: Arrays, min_cell: int) -> Arrays:
         """Set small counts, and the sums over their rows, to 0; a count that leaves few rows out, to all rows."""

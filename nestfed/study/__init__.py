@@ -1,7 +1,18 @@
 """The high-level interface: estimators in the style of scikit-learn, trained over sites."""
 
+from nestfed.study.exact import FederatedLinear, FederatedLogistic
 from nestfed.study.labelled import FederatedAUC, FederatedAUPRC, FederatedClassifier
 from nestfed.study.meta import FederatedMAML
 from nestfed.study.saddle import FederatedMinimax
+from nestfed.study.survival import FederatedCox
 
-__all__ = ["FederatedAUC", "FederatedAUPRC", "FederatedClassifier", "FederatedMAML", "FederatedMinimax"]
+__all__ = [
+    "FederatedAUC",
+    "FederatedAUPRC",
+    "FederatedClassifier",
+    "FederatedCox",
+    "FederatedLinear",
+    "FederatedLogistic",
+    "FederatedMAML",
+    "FederatedMinimax",
+]

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_feature_names, _check_n_features, check_is_fitted
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from nestfed import models
 from nestfed.algorithms import FedAvg
 from nestfed.core import whole
-from nestfed.data.encoding import Schema, numbered
 from nestfed.data.partition import Summary
 from nestfed.engine.options import Exchange
 from nestfed.engine.warm_up import WarmUp
@@ -27,26 +26,22 @@ from nestfed.problems.classify import ClassifyOptions
 from nestfed.problems.objective import Labelled
 from nestfed.study import advice
 from nestfed.study.base import Federated, Scores, precise
+from nestfed.study.inputs import TableInputs
 from nestfed.study.sites import (
     DataError,
     Encoded,
-    InputEncoding,
     Site,
-    as_table,
     class_indices,
     encoding_from_json,
     gather,
-    inputs,
 )
 
 
-class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-learn has no types
+class _Labelled(TableInputs, ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-learn has no types
     """The base class of the three estimators below."""
 
     metric: ClassVar[str]
     binary: ClassVar[bool] = True
-    feature_names_in_: np.ndarray
-    scale_: InputEncoding
 
     def __init__(
         self,
@@ -158,24 +153,6 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
         step = advice.STEP[options.name] / max(advice.smoothness(problem, clients, seed), 1e-6)
         return lambda shrunk: WarmUp(self.warm_up, FedAvg(step / shrunk), problem, clients)
 
-    def _without_sites(self, X: Any) -> tuple[Any, Any]:
-        """Return X without the column that names the sites, and that column; None if X lacks it, as for prediction."""
-        if hasattr(X, "columns"):
-            if self.site_column not in X.columns:
-                return X, None
-            return X.drop(columns=[self.site_column]), X[self.site_column].to_numpy()
-        values = np.asarray(X)
-        if not isinstance(self.site_column, int) or values.ndim != 2:
-            raise DataError(f"site_column={self.site_column!r} names a column, but X is not a data frame.")
-        return np.delete(values, self.site_column, axis=1), values[:, self.site_column]
-
-    def _remember(self, X: Any) -> None:
-        """Set the names of the features, as scikit-learn requires of a fitted estimator."""
-        if hasattr(self, "feature_names_in_"):
-            del self.feature_names_in_
-        if X is not None and hasattr(X, "columns"):
-            _check_feature_names(self, X, reset=True)
-
     def _try(self, model: Scores, some: Tensor, outputs: int) -> None:
         """Reject a module that does not fit the data, before any work."""
         try:
@@ -208,27 +185,6 @@ class _Labelled(ClassifierMixin, Federated):  # type: ignore[misc]  # scikit-lea
 
     # -----------------------------------------------------------------------------------------------------
     # Prediction
-
-    def _scaled(self, x: np.ndarray, schema: Schema, where: str = "X") -> Tensor:
-        if schema == numbered(len(schema)) and len(schema) not in (0, self.n_features_in_):
-            raise DataError(
-                f"X has {len(schema)} features, but {type(self).__name__} is expecting {self.n_features_in_} features as "
-                "input."
-            )
-        return inputs(self.scale_, x, schema, where)
-
-    def _input(self, X: Any) -> Tensor:
-        named = isinstance(self.site_column, str)
-        if named or (self.site_column is not None and np.ndim(X) == 2 and np.shape(X)[1] == self.n_features_in_ + 1):
-            X = self._without_sites(X)[0]
-        # Columns of a list of data frames are matched by name below; scikit-learn checks the rest.
-        unnamed = self.scale_.schema == numbered(len(self.scale_.schema))
-        if hasattr(self, "feature_names_in_") or unnamed:
-            _check_feature_names(self, X, reset=False)
-        values, schema = as_table(X)
-        if not hasattr(X, "columns") and values.ndim == 2:
-            _check_n_features(self, values, reset=False)
-        return self._scaled(values, schema)
 
     def _logits(self, X: Any) -> np.ndarray:
         check_is_fitted(self)

@@ -572,7 +572,7 @@ def test_a_site_of_another_experiment_is_refused(tmp_path: Path) -> None:
     grid.configs[104]["experiment"] = "0123456789"  # what this site agreed to
     coordinate(study, tmp_path, grid, sites=5, min_sites=3)
     log = (tmp_path / "run" / "sites.log").read_text()
-    assert len(re.findall("node 10[34] is rejected: it runs another experiment", log)) == 2
+    assert len(re.findall("clinic-[34] is rejected: it runs another experiment", log)) == 2
     assert read_record(tmp_path / "run" / "record.jsonl")[-1]["participants"] == 3
 
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from nestfed_papers.toys import Quadratic
 
-from nestfed.core import NestfedError
 from nestfed.data import formats
 from nestfed.data.tables import load_table
 from nestfed.engine import checkpoint
@@ -171,15 +170,11 @@ def overrides(folder: Path, content: bytes) -> Any:
     return read("average-precision").with_overrides(parse_overrides(words)).resolved()
 
 
-def flower_arrays(folder: Path, content: bytes) -> Any:
-    flower = pytest.importorskip("nestfed.deploy.flower.messages", reason="deployment is an extra")
-    from flwr.app import Array, ArrayRecord
+def message(folder: Path, content: bytes) -> Any:
+    """A message between coordinator and site."""
+    from nestfed.deploy.wire import unpack
 
-    record = ArrayRecord({"x": Array("float64", (3,), "numpy.ndarray", content)})
-    try:
-        return flower.tensors_of(record, 100_000)
-    except flower.RejectedError as error:  # the coordinator drops the answer and says why
-        raise NestfedError(str(error)) from error
+    return unpack(content, 100_000).arrays()
 
 
 def flower_plan(path: Path) -> Any:
@@ -189,12 +184,18 @@ def flower_plan(path: Path) -> Any:
 
 def plan_seed() -> bytes:
     pytest.importorskip("nestfed.deploy.flower", reason="deployment is an extra")
-    from safetensors.numpy import save
+    from nestfed.deploy.agree import Agreement
+    from nestfed.deploy.wire import pack
 
-    words = {"clients": 3, "shape": [2], "p": 0.5, "classes": ["0", "1"]}
-    words["columns"] = json.dumps([["a", None], ["b", ["u"]]])
+    words, _ = Agreement(3, (2,), ("0", "1"), 0.5).packed()
     arrays = {"mean": np.zeros(2), "deviation": np.ones(2), "gaps": np.zeros(2, np.uint8)}
-    return save(arrays, {"plan": json.dumps(words), "token": "0" * 16})
+    return pack({"plan": words | {"columns": [["a", None], ["b", ["u"]]]}, "token": "0" * 16}, arrays)
+
+
+def message_seed() -> bytes:
+    from nestfed.deploy.wire import pack
+
+    return pack({"client": 1, "report": {"moved": 0.5}}, {"a": np.arange(3.0), "b": np.arange(4, dtype=np.int8)})
 
 
 def command_line(folder: Path, content: bytes) -> Any:
@@ -257,7 +258,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "record": lambda: Target(
         [b'{"round": 1, "loss": 0.5}\n{"round": 2, "loss": null}\n{"round": 3}\n'], file("record.jsonl", read_record), 2.0
     ),
-    "flower arrays": lambda: Target([npy(np.arange(3.0)), npy(np.arange(3, dtype=np.int8))], flower_arrays, 2.0),
+    "message": lambda: Target([message_seed()], message, 2.0),
     "flower plan": lambda: Target([plan_seed()], file("plan.safetensors", flower_plan)),
     "command line": lambda: Target(
         [b"run\x1eaverage-precision\x1ealgorithm.name=fedavg\x1e--out\x1ex", b"theory\x1efcsg-m\x1e--N\x1e16\x1eT=100", b"cite\x1efmgda",

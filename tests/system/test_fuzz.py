@@ -32,7 +32,7 @@ from nestfed.data import formats
 from nestfed.data.tables import load_table
 from nestfed.experiment.spec import from_tables, parse_overrides, read
 from nestfed.experiment.tune import search_space
-from tests.system.targets import TARGETS, flower_arrays, npy, read_study, zipped
+from tests.system.targets import TARGETS, npy, read_study, zipped
 
 ROOT = Path(__file__).parents[2]
 FEW, MANY = 120, 6000
@@ -263,16 +263,11 @@ HEADER = b"\x93NUMPY\x01\x00v\x00{'descr': #<f8', 'fortran_order': False, 'shape
 
 
 def test_an_array_whose_header_numpy_cannot_even_split(tmp_path: Path) -> None:
-    """numpy raises TokenError, which nobody expects: a site could stop the coordinator with it."""
+    """numpy raises TokenError, which nobody expects."""
     (tmp_path / "x.npy").write_bytes(HEADER)
     body = json.dumps({"sums": {"x": zlib.crc32(HEADER)}, "note": 1})
     (tmp_path / "index.json").write_text(f"{zlib.crc32(body.encode()):08x}\n{body}")
     assert formats.read_arrays(tmp_path) is None
-    with pytest.raises(NestfedError, match="arrays that cannot be read"):
-        flower_arrays(tmp_path, HEADER)
-    huge = HEADER.replace(b"#<f8'", b"'<f8'").replace(b"(6,)", b"(2**50,)"[:4])
-    with pytest.raises(NestfedError, match="arrays that cannot be read"):
-        flower_arrays(tmp_path, huge)
 
 
 # --- bombs and lies ---

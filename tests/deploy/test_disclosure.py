@@ -17,6 +17,7 @@ from flwr.app import Message
 
 from nestfed.core import NestfedError
 from nestfed.deploy.discloses import discloses, page
+from nestfed.deploy.flower import roster
 from nestfed.deploy.flower.messages import read_plan
 from nestfed.deploy.site import withdraw
 from nestfed.deploy.wire import pack
@@ -257,6 +258,20 @@ def test_a_question_that_the_study_does_not_need_is_not_answered(tmp_path: Path)
         assert opened(grid.messages[-1][2]).words == {"trouble": "failed", "site": "clinic-0"}
     finally:
         del QUERIES._things["spy"]
+
+
+def test_a_run_that_no_site_can_join_stops_at_once_with_the_reasons(tmp_path: Path) -> None:
+    """It once waited for the whole deadline and then said that 0 of 5 sites came."""
+    experiment = study()
+    grid = at_clinics(tmp_path, experiment, rows=20)
+    for config in grid.configs.values():
+        config["min-cell"] = 50
+    start = roster.time.monotonic()
+    with pytest.raises(
+        NestfedError, match=r"At most 4 of 5 sites can take part, 5 are needed.* Site clinic-0: it has fewer rows"
+    ):
+        coordinate(experiment, tmp_path, grid, sites=5, deadline=600.0)
+    assert roster.time.monotonic() - start < 10
 
 
 # ---------------------------------------------------------------------------------------------------------

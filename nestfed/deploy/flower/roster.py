@@ -93,6 +93,8 @@ class Roster:
         """The rows of each part that each client declared; 0 = none, or too few to tell."""
         self.withdrawn: set[int] = set()
         """The clients that have withdrawn from the study."""
+        self.reasons: dict[int, str] = {}
+        """Why each node is left out."""
         self.rejected: set[int] = set()
         self.doubles: dict[int, int] = {}
         """Nodes whose client number another node has; without registered keys, it may be the same site before a crash."""
@@ -243,6 +245,7 @@ class Roster:
     def reject(self, node: int, sentence: str) -> None:
         """Leave a node out until it restarts."""
         self.rejected.add(node)
+        self.reasons[node] = sentence
         self.log(f"site {self.name(node)} is rejected: {sentence}")
 
     def withdraw(self, node: int) -> None:
@@ -273,11 +276,22 @@ class Roster:
             if time.monotonic() > end:
                 return False
             self.poll()
+            self._check_hope()
             for answer in self.mailbox.receive():
                 if answer.kind == HELLO:
                     self.register(answer)
             time.sleep(POLL)
         return True
+
+    def _check_hope(self) -> None:
+        """Stop if so many connected sites cannot take part that too few are left; waiting longer would not help."""
+        out = [node for node in self.rejected if node in self.since and node not in self.doubles]
+        if self.setup.sites - len(out) < self.setup.least:
+            each = " ".join(f"Site {self.name(node)}: {self.reasons[node]}" for node in sorted(out))
+            raise NestfedError(
+                f"At most {self.setup.sites - len(out)} of {self.setup.sites} sites can take part, {self.setup.least} are needed. "
+                f"Repair them, restart them and run again. {each}"
+            )
 
 
 def _rows(found: Any) -> dict[str, int]:

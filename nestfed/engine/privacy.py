@@ -23,6 +23,9 @@ from torch import Tensor
 from nestfed.core import Fields, NestfedError
 from nestfed.engine.options import Exchange
 
+FAR = 100.0
+"""The ε beyond which the PLD accountant is not asked: it takes many seconds, and the promise is empty either way."""
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -75,9 +78,14 @@ class Noise:
             if self.rate >= 1
             else f"each client in each round with probability {self.rate:g}, by draws that stay secret"
         )
-        rdp, pld = (epsilon(self.multiplier, self.rate, rounds, self.delta, kind) for kind in ("rdp", "pld"))
+        rdp = epsilon(self.multiplier, self.rate, rounds, self.delta)
+        tighter = ""
+        if rdp <= FAR:
+            pld = epsilon(self.multiplier, self.rate, rounds, self.delta, "pld")
+            tighter = f"; {pld:.4g} by the tighter PLD accountant"
         return (
-            f"Privacy: ε = {rdp:.4g} (RDP accountant; {pld:.4g} by the tighter PLD accountant) at δ = {self.delta:.3g} for what the server publishes in {rounds} rounds; the unit is "
+            f"Privacy: ε = {rdp:.4g} (RDP accountant{tighter}) at δ = {self.delta:.3g} for what the server publishes in "
+            f"{rounds} rounds; the unit is "
             f"one client with all its examples (added or removed); {sampling}; changes clipped to {self.clip:g} and noise of "
             f"{self.multiplier:g} times that on the sum, over the fields {', '.join(names)} jointly; accountants of "
             "dp-accounting; the server is trusted with single uploads, and metrics must come from public data."

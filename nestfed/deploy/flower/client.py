@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nestfed.algorithms.buffered import with_buffers
 from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
-from nestfed.deploy.agree import Agreement
 from nestfed.deploy.discloses import questions_in
 from nestfed.deploy.flower.gate import FIELDS, GATHERED
 from nestfed.deploy.flower.log import shown_by_flower
@@ -40,9 +39,10 @@ from nestfed.engine.program import span_from
 from nestfed.engine.round import Order, Reply, Upload
 from nestfed.engine.store import LostStateError, Versions, private_fields
 from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
+from nestfed.queries.agreement import Agreement
 
 if TYPE_CHECKING:
-    from nestfed.deploy.site import Place
+    from nestfed.experiment.site import Place
 
 LOG = logging.getLogger(__name__)
 MIN_CELL = 10
@@ -63,7 +63,7 @@ class _Node:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> _Node:
-        from nestfed.deploy.site import Place
+        from nestfed.experiment.site import Place
 
         known = ("client", "site", "data", "state", "experiment", "threads", "min-cell")
         if wrong := [k for k in config if k not in known]:
@@ -171,7 +171,7 @@ def _site(study: Any, message: Message, context: Context) -> _Site:
         raise _TroubleError(
             "another-experiment", f"this site takes part in experiment {node.pinned}, not in {study.digest()}."
         )
-    from nestfed.deploy.site import WITHDRAWN  # not at the top: it imports all of training
+    from nestfed.deploy.withdraw import WITHDRAWN  # not at the top: it imports all of training
 
     if (node.state / WITHDRAWN).exists():
         raise _TroubleError(
@@ -181,7 +181,7 @@ def _site(study: Any, message: Message, context: Context) -> _Site:
 
 
 def _hello(site: _Site) -> bytes:
-    from nestfed.deploy.site import raw_rows
+    from nestfed.experiment.site import raw_rows
 
     study, node = site.study, site.node
     rows = dict.fromkeys(PARTS, 0)
@@ -201,7 +201,7 @@ def _answer(site: _Site) -> bytes:
     """Answer the questions of a message, and train if it is an order to."""
     asked = questions_of(site.words["questions"], site.arrays)
     if "round" not in site.words:
-        from nestfed.deploy.site import raw_rows
+        from nestfed.experiment.site import raw_rows
 
         parts = {} if isinstance(site.study, Custom) else raw_rows(site.study, site.node.place)
         found = _answers(site, asked, parts, None)
@@ -224,7 +224,7 @@ def _answers(
 
 
 def _work(site: _Site, asked: Sequence[Question]) -> bytes:
-    from nestfed.deploy.site import Made, at_site
+    from nestfed.experiment.site import Made, at_site
 
     study, node, words = site.study, site.node, site.words
     run, exchange, execution = study.run, study.exchange, study.execution

@@ -12,7 +12,6 @@ from logging import INFO
 from typing import Any, Protocol
 
 from nestfed.core import DivergedError, Fields, NestfedError
-from nestfed.deploy.agree import Agreement
 from nestfed.deploy.flower.gate import Gate, answer_slots, answers_of, inside, most_bytes
 from nestfed.deploy.flower.mailbox import ASK, HELLO, TRAIN, Answer
 from nestfed.deploy.flower.messages import PLAN, TABLES, broadcast, questions_packed, stamp_of
@@ -22,6 +21,7 @@ from nestfed.engine.options import Exchange
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
 from nestfed.queries import TRAINING, Answers, Arrays, Query, Question
+from nestfed.queries.agreement import Agreement
 
 
 class InOrder:

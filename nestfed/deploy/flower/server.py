@@ -16,22 +16,22 @@ from flwr.serverapp import Grid, ServerApp
 
 from nestfed.algorithms.buffered import BUFFERS, with_buffers
 from nestfed.core import NestfedError, refuse_mismatch
-from nestfed.deploy import agree
-from nestfed.deploy.agree import Agreement
 from nestfed.deploy.flower.federation import Flower
 from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.messages import Custom, read_plan, study_of, write_plan
 from nestfed.deploy.flower.roster import Roster, Setup
-from nestfed.deploy.site import at_coordinator, evaluation_questions, metrics_of
 from nestfed.engine import loop
 from nestfed.engine.privacy import Noise
 from nestfed.engine.round import Rules, RunState
 from nestfed.engine.run_directory import RunDirectory
 from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
+from nestfed.experiment.site import at_coordinator, evaluation_questions, metrics_of
 from nestfed.files import locked, write_atomically, write_model
 from nestfed.problems.objective import Labelled
 from nestfed.queries import TRAINING, VALIDATION
+from nestfed.queries import agreement as agree
+from nestfed.queries.agreement import Agreement
 
 PREDECESSOR = 60.0
 """Seconds to wait for the directory's lock. The ServerApp of a killed SuperLink needs about ten to end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,13 +12,13 @@ from torch import Tensor
 from nestfed.core import Metric, NestfedError
 from nestfed.data.encoding import Schema
 from nestfed.data.partition import Summary
-from nestfed.deploy.agree import Agreement
+from nestfed.data.sources import Dataset
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
 from nestfed.experiment.spec import Experiment
-from nestfed.files import write_atomically
 from nestfed.problems.objective import Labelled
 from nestfed.queries import SCORES, TEST, TRAINING, VALIDATION, Answers, Question, Rows
+from nestfed.queries.agreement import Agreement
 from nestfed.queries.scores import LOG_ODDS, LOGITS, RANKING, judged
 
 
@@ -35,77 +34,70 @@ class Place:
 
 @dataclass(frozen=True)
 class SiteExamples:
-    """A site's unscaled examples, split into training and held-out ones."""
+    """A site's examples, split into training and held-out ones."""
 
     prepared: Prepared
     schema: Schema
     """Empty for images, which need no encoding."""
     classes: tuple[str, ...]
+    stated: bool
+    """Whether the experiment states the classes; otherwise they come from this site's rows."""
+
+    def encoded(self, agreement: Agreement, where: str) -> Prepared:
+        """Return the examples as model inputs; `where` names the table in errors."""
+        if not self.schema:
+            return self.prepared
+        return _scaled(self.prepared, lambda x: agreement.encoding(x.numpy(), self.schema, where))
+
+    def rows(self) -> dict[str, Rows]:
+        """Return the rows by part, before the sites have agreed on an encoding."""
+
+        def rows(held: Held) -> Rows:
+            x = held.x.numpy()
+            table = x if self.schema else None
+            return Rows(x, held.y.numpy(), table=table, schema=self.schema, classes=self.classes, stated=self.stated)
+
+        return {part: rows(held) for part, held in parts_of(self.prepared).items()}
+
+
+def parts_of(prepared: Prepared) -> dict[str, Held]:
+    """Return the examples of one site by part, without empty parts."""
+    mine = prepared.parts[0]
+    held = {TEST: prepared.test, VALIDATION: prepared.validation}
+    found = {TRAINING: Held(prepared.x[mine], prepared.y[mine])}
+    return found | {part: some for part, some in held.items() if some is not None and len(some.y)}
+
+
+def own_table(experiment: Experiment, file: str) -> tuple[Dataset, Dataset | None]:
+    """Read a site's file."""
+    return load_examples(replace(experiment.data, name="", file=file))
 
 
 def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     """Read a site's file and split off its test examples."""
-    spec = replace(experiment.data, name="", file=place.file)
-    whole, test = load_examples(spec)
+    return divided(experiment, *own_table(experiment, place.file))
+
+
+def divided(experiment: Experiment, whole: Dataset, test: Dataset | None = None) -> SiteExamples:
+    """Split a site's table into training and held-out examples."""
+    spec = replace(experiment.data, name="")
     images = whole.x.dtype == np.uint8
     raw: Callable[[np.ndarray], Tensor] | None = None if images else lambda x: torch.from_numpy(np.array(x))
     made = divide(spec, whole, test, PartitionSpec("pooled"), experiment.run.seed, scaling=raw)
     names = ("negative", "positive") if spec.binary or spec.positive else whole.classes
-    return SiteExamples(made, () if images else as_table(whole)[1], names)
+    stated = bool(spec.binary or spec.positive or spec.classes)
+    return SiteExamples(made, () if images else as_table(whole)[1], names, stated)
 
 
 def raw_rows(experiment: Experiment, place: Place) -> dict[str, Rows]:
     """Return a site's rows by part, before the sites have agreed on an encoding."""
     if not isinstance(experiment.problem, Labelled):
         return {}
-    if not place.file:
-        made = _divided(experiment)
-        mine = _part(made, place.n)
-        names = tuple(map(str, range(made.classes)))
-        return _by_part(
-            made,
-            mine,
-            place,
-            experiment.partition.clients,
-            lambda held: Rows(held.x.numpy(), held.y.numpy(), classes=names),
-        )
-    own = own_examples(experiment, place)
-    spec = experiment.data
-    stated = bool(spec.binary or spec.positive or spec.classes)
-
-    def rows(held: Held) -> Rows:
-        x = held.x.numpy()
-        table = x if own.schema else None
-        return Rows(x, held.y.numpy(), table=table, schema=own.schema, classes=own.classes, stated=stated)
-
-    return _by_part(own.prepared, own.prepared.parts[0], place, 1, rows)
-
-
-def _by_part(
-    prepared: Prepared, mine: np.ndarray, place: Place, clients: int, make: Callable[[Held], Rows]
-) -> dict[str, Rows]:
-    """Return what `make` makes of a site's training, test and validation examples."""
-    n = place.n if not place.file else 0
-    held = {TEST: _share(prepared.test, n, clients), VALIDATION: _share(prepared.validation, n, clients)}
-    found = {TRAINING: make(Held(prepared.x[mine], prepared.y[mine]))}
-    return found | {part: make(some) for part, some in held.items() if some is not None and len(some.y)}
-
-
-WITHDRAWN = "withdrawn"
-"""The file in a site's state folder that says that it has withdrawn."""
-
-
-def withdraw(state: Path) -> str:
-    """Mark a site as withdrawn; return what that means."""
-    if not state.is_dir():
-        raise NestfedError(f"{state} is not the state folder of a site: give the one in its node configuration.")
-    write_atomically(
-        state / WITHDRAWN, b"This site has withdrawn from its study. Delete this file to take part again.\n"
-    )
-    return (
-        f"The site answers nothing from now on, except that it has withdrawn. Its earlier contributions stay in the model. "
-        f"Delete {state / WITHDRAWN} to take part again."
-    )
+    if place.file:
+        return own_examples(experiment, place).rows()
+    prepared = _part(experiment, place.n, experiment.partition.clients)
+    names = tuple(map(str, range(prepared.classes)))
+    return {part: Rows(held.x.numpy(), held.y.numpy(), classes=names) for part, held in parts_of(prepared).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -126,26 +118,22 @@ def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
     if not isinstance(experiment.problem, Labelled):
         return Made(assemble(experiment), lambda part: None)
     if place.file:
-        mine = own_examples(experiment, place)
-        prepared = mine.prepared
-        if mine.schema:
-            prepared = _scaled(prepared, lambda x: agreement.encoding(x.numpy(), mine.schema, place.file))
-        rows = prepared.parts[0]
-        held = {TEST: prepared.test, VALIDATION: prepared.validation}
-    else:
-        prepared = _divided(experiment)
-        rows = _part(prepared, place.n)
-        both = {TEST: prepared.test, VALIDATION: prepared.validation}
-        held = {part: _share(h, place.n, agreement.clients) for part, h in both.items()}
+        return made_of(experiment, own_examples(experiment, place).encoded(agreement, place.file), agreement)
+    return made_of(experiment, _part(experiment, place.n, agreement.clients), agreement)
+
+
+def made_of(experiment: Experiment, own: Prepared, agreement: Agreement) -> Made:
+    """Return the objects of a site, given its encoded examples."""
+    rows = own.parts[0]
     # Only this client is ever sampled, so the others can have the same rows.
-    prepared = replace(prepared, parts=[rows] * agreement.clients, names=[str(n) for n in range(agreement.clients)])
+    prepared = replace(own, parts=[rows] * agreement.clients, names=[str(n) for n in range(agreement.clients)])
+    assert isinstance(experiment.problem, Labelled)
     if experiment.problem.binary and not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
     assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed, agreement.totals)
 
     def rows_of(part: str) -> Rows | None:
-        some = Held(prepared.x[rows], prepared.y[rows]) if part == TRAINING else held[part]
-        if some is None or not len(some.y):
+        if (some := parts_of(own).get(part)) is None:
             return None
 
         def scores(x: np.ndarray) -> np.ndarray:
@@ -171,16 +159,15 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     return labelled(experiment, empty, agreement.p, experiment.run.seed, agreement.totals)
 
 
-def _divided(experiment: Experiment) -> Prepared:
-    return prepare(experiment.data, experiment.partition, experiment.run.seed)
-
-
-def _part(prepared: Prepared, n: int) -> np.ndarray:
+def _part(experiment: Experiment, n: int, clients: int) -> Prepared:
+    """Return part n of the experiment's dataset as the examples of one site."""
+    prepared = prepare(experiment.data, experiment.partition, experiment.run.seed)
     if not 0 <= n < len(prepared.parts):
         raise NestfedError(
             f"The dataset has {len(prepared.parts)} parts, so the client must be 0 to {len(prepared.parts) - 1}, not {n}."
         )
-    return prepared.parts[n]
+    test, validation = _share(prepared.test, n, clients), _share(prepared.validation, n, clients)
+    return replace(prepared, parts=[prepared.parts[n]], test=test or prepared.test, validation=validation)
 
 
 def _scaled(prepared: Prepared, scale: Callable[[Tensor], Tensor]) -> Prepared:

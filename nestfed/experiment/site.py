@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nestfed import models
 from nestfed.core import Metric, NestfedError
 from nestfed.data.encoding import Schema
 from nestfed.data.partition import Summary
@@ -227,3 +230,66 @@ def metrics_of(
         if replies:
             found |= {PREFIXES[one.part] + k: v for k, v in judged(replies, kind, metric, reduce).items()}
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Judging networks after their training
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of a study: its parameters as one vector, whatever objective trained them.
+
+    A shorter vector, one number per input and output and one per output, is a linear score instead.
+    """
+
+    module: nn.Module
+    linear: nn.Module
+
+    @classmethod
+    def of(cls, study: Experiment, agreement: Agreement) -> Network:
+        """Return the network that [model] names, for the agreed inputs and classes."""
+        outputs = 1 if len(agreement.classes) == 2 else len(agreement.classes)
+        spec = study.model
+        made = models.build(spec.name, agreement.shape, outputs, seed=study.run.seed, **spec.options)
+        return cls(made, models.build("mlp", agreement.shape, outputs, hidden=()))
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the network is a linear score."""
+        return isinstance(self.module, models.Mlp) and not len(self.module.hidden)
+
+    def at(self, x: np.ndarray) -> nn.Module:
+        """Return the network, or the linear score, with these parameters."""
+        module = copy.deepcopy(self.module if len(x) == _size(self.module) else self.linear)
+        if len(x) != _size(module):
+            raise NestfedError(f"The network has {_size(self.module)} parameters, but got {len(x)}.")
+        vector = torch.from_numpy(np.array(x)).to(next(module.parameters()).dtype)
+        nn.utils.vector_to_parameters(vector, module.parameters())
+        return module.eval()
+
+    def vector(self, module: nn.Module) -> np.ndarray:
+        """Return the parameters of a trained network."""
+        return nn.utils.parameters_to_vector(module.parameters()).detach().cpu().double().numpy()
+
+    def scores(self, x: np.ndarray, inputs: Tensor) -> np.ndarray:
+        """Return the scores of some examples, computed in float64."""
+        return models.score(self.at(x).double(), inputs, Tensor.double).numpy()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def judged_rows(network: Network, own: Prepared, agreement: Agreement) -> dict[str, Rows]:
+    """Return a site's rows by part as model inputs, with their scores under any parameters of the network."""
+    return {
+        part: Rows(
+            some.x.double().numpy(), some.y.numpy(), scores=partial(_scores, network, some), classes=agreement.classes
+        )
+        for part, some in parts_of(own).items()
+    }
+
+
+def _scores(network: Network, some: Held, x: np.ndarray) -> np.ndarray:
+    return network.scores(x, some.x)

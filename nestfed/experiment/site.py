@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from nestfed.data.sources import Dataset
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
 from nestfed.experiment.spec import Experiment
+from nestfed.experiment.study import FINAL
 from nestfed.problems.objective import Labelled
 from nestfed.queries import SCORES, TEST, TRAINING, VALIDATION, Answers, Question, Rows
 from nestfed.queries.agreement import Agreement
@@ -212,20 +213,23 @@ def score_kind(experiment: Experiment, agreement: Agreement) -> str:
     return LOG_ODDS if experiment.problem.log_odds else RANKING
 
 
-def evaluation_questions(experiment: Experiment, agreement: Agreement) -> tuple[Question, ...]:
+def evaluation_questions(
+    experiment: Experiment, agreement: Agreement, parts: Sequence[str] = tuple(PREFIXES)
+) -> tuple[Question, ...]:
     """Return what sites are asked to judge the model by."""
     kind = score_kind(experiment, agreement)
-    return tuple(Question(SCORES, part, {"kind": kind}) for part in PREFIXES)
+    return tuple(Question(SCORES, part, {"kind": kind}) for part in parts)
 
 
 def metrics_of(
-    experiment: Experiment, agreement: Agreement, default: str | Metric, answers: Mapping[int, Answers]
-) -> Metrics:
+    experiment: Experiment, agreement: Agreement, default: str | Metric, answers: Mapping[int, Answers],
+    parts: Sequence[str] = tuple(PREFIXES),
+) -> Metrics:  # fmt: skip
     """Return the metrics over all sites from their answers."""
     found: Metrics = {}
     kind, metric = score_kind(experiment, agreement), experiment.evaluation.metric or default
     reduce = "mean" if experiment.exchange.reduction.plain else "median"
-    for one in evaluation_questions(experiment, agreement):
+    for one in evaluation_questions(experiment, agreement, parts):
         replies = [answers[n][one.key] for n in sorted(answers) if one.key in answers[n]]
         if replies:
             found |= {PREFIXES[one.part] + k: v for k, v in judged(replies, kind, metric, reduce).items()}
@@ -279,6 +283,12 @@ class Network:
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def inputs_at(study: Experiment, place: Place, agreement: Agreement, network: Network, final: bool) -> dict[str, Rows]:
+    """Return a site's rows by part as model inputs, in the division of a study's last trainings or of its trials."""
+    own = own_examples(study.with_overrides(FINAL) if final else study, place)
+    return judged_rows(network, own.encoded(agreement, place.file), agreement)
 
 
 def judged_rows(network: Network, own: Prepared, agreement: Agreement) -> dict[str, Rows]:

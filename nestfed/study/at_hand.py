@@ -76,7 +76,8 @@ class AtHand:
         metric = choosing(self.study)
 
         def judge(model: Callable[[Tensor], Tensor]) -> dict[str, float]:
-            assert prepared.validation is not None and isinstance(experiment.problem, Labelled)
+            assert prepared.validation is not None
+            assert isinstance(experiment.problem, Labelled)
             log_odds = experiment.problem.log_odds
             found = evaluate(model, prepared, prepared.validation, log_odds=log_odds, metric=metric.name)
             return {f"val_{k}": v for k, v in found.items()}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROTOCOL = 4
 """Increased when messages change."""
 
-SHARED, TABLES, PLAN, QUESTION = "shared.", "tables.", "plan.", "question."
+SHARED, TABLES, PLAN, QUESTION, PARAMETERS = "shared.", "tables.", "plan.", "question.", "parameters"
 """How the names of a message's arrays begin."""
 
 TROUBLES = {

@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any
 
 from nestfed.core import unknown
-from nestfed.experiment.study import StudySpec
 
 BATCH = 32
 STEPS = (4, 50)
@@ -56,12 +55,12 @@ def proposed(
     rounds: int = 0,
     q: int = 0,
     seed: int = 0,
-    study: StudySpec = StudySpec(),
+    study: Mapping[str, Any] | None = None,
 ) -> Tables:
     """Return the tables of a study.
 
     - `rows`: the number of rows of each site.
-    - `data`: further settings of [data].
+    - `data`, `study`: further settings of [data] and [study].
     - `sites`: the file of each site, if the tables are at hand.
     - `rounds`, `q`: 0 = from the sizes of the tables.
     """
@@ -84,7 +83,7 @@ def proposed(
         "evaluation": {
             "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": METRIC[objective] if binary else "accuracy",
         },
-        "study": {},
+        "study": dict(study or {}),
         "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},
     }  # fmt: skip
     if sites:

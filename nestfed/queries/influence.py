@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nestfed.core import NestfedError
+from nestfed.core import NestfedError, unknown
 from nestfed.metrics import find
 from nestfed.queries.scores import BINS, LOG_ODDS, LOGITS, RANKING
 
@@ -123,8 +123,6 @@ _BY_KIND = {
 
 def applicable(metric: str, kind: str) -> None:
     """Reject a metric that scores of this kind do not have."""
-    if kind not in _BY_KIND:
-        raise NestfedError(f"Scores are {', '.join(_BY_KIND)}; got {kind!r}.")
     if metric not in _BY_KIND[kind] and not (metric.startswith("pauroc") and "pauroc@ρ" in _BY_KIND[kind]):
         raise NestfedError(
             f"The metric {metric!r} is not defined for {kind} scores; expected one of {', '.join(_BY_KIND[kind])}."
@@ -134,7 +132,9 @@ def applicable(metric: str, kind: str) -> None:
 
 
 def usual_metrics(kind: str) -> tuple[str, ...]:
-    """Return the metrics of a kind of scores that need no option."""
+    """Return the metrics of a kind of scores that need no option; reject an unknown kind."""
+    if kind not in _BY_KIND:
+        raise unknown("kind of scores", kind, _BY_KIND)
     return tuple(name for name in _BY_KIND[kind] if "@" not in name)
 
 

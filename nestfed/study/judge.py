@@ -46,7 +46,8 @@ def judge(
     The other arguments are those of `count`.
     """
     ask = steady(ask)
-    chosen = tuple(metrics) or usual_metrics(kind)
+    known = usual_metrics(kind)
+    chosen = tuple(metrics) or known
     for metric in chosen:
         applicable(metric, kind)
     reference = reference or list(models)[-1]
@@ -163,10 +164,15 @@ def _entry(metric: str, found: Moments, i: int, m: int, base: int) -> Entry:
         with_interval = symmetric(value.value, variance, ends)
     if m == base:
         return Entry(with_interval, value, None)
-    gap, widest = value.value - values[base].value, ends[1] - ends[0]
+    other, widest = values[base], ends[1] - ends[0]
+    gap = value.value - other.value
     if math.isnan(gap) or enough < 2:
         return Entry(with_interval, value, Estimate(gap, -widest, widest))
-    return Entry(with_interval, value, symmetric(gap, found.variance(i, unit[m] - unit[base]), (-widest, widest)))
+    difference = symmetric(gap, found.variance(i, unit[m] - unit[base]), (-widest, widest))
+    if metric == "accuracy":  # merged cells leave open how many predictions are right
+        less, more = value.low - other.high - gap, value.high - other.low - gap
+        difference = Estimate(gap, difference.low + less, difference.high + more)
+    return Entry(with_interval, value, difference)
 
 
 def _persons(metric: str, tally: Tally) -> int:

@@ -171,12 +171,18 @@ class MetricTable:
         said = ["In brackets: 95 % intervals, which allow for several rows of the same person at a site."]
         if self.silent:
             said.append(f"Sites with too few rows to be judged: {', '.join(self.silent)}.")
-        parts = [one.cells for (_, _, name), one in self.entries.items() if name == metric]
-        if any(one.high - one.low > WIDE for one in parts):
-            widest = max(one.high - one.low for one in parts if not math.isnan(one.value))
+        unsure = max(
+            self.entry(model, metric).cells.high - self.entry(model, metric).cells.low for model in self.models
+        )
+        if unsure > WIDE:
+            included = (
+                "The intervals include that."
+                if metric == "accuracy"
+                else "Values are corrected for the cells to first order; the intervals do not include the rest."
+            )
             said.append(
-                "Sites have merged small cells. The order of scores inside a cell is unknown; the worst and the best order "
-                f"differ by up to {widest:.2g}. The intervals do not include that, but values are corrected for it."
+                f"Sites have merged small cells: {metric} on all rows could differ by up to {unsure:.2g} between the worst and "
+                f"the best order of the scores in each cell. {included}"
             )
         return " ".join(said)
 

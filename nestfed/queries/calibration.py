@@ -93,7 +93,7 @@ def own_pair(z: np.ndarray, target: np.ndarray, common: np.ndarray, strength: fl
 
 def _own(rows: Rows, x: np.ndarray, scale: np.ndarray, common: np.ndarray, strengths: np.ndarray, seed: int) -> Arrays:
     scores, y = _scores(rows, x)
-    pairs = np.tile(np.asarray(common, np.float64), (len(WAYS), len(strengths), 1))
+    pairs = np.zeros((len(WAYS), len(strengths), 2))
     losses = np.zeros((len(WAYS), len(strengths)))
     if not len(y):
         return arrays(used=0, pairs=pairs, losses=losses)

@@ -100,7 +100,8 @@ class Confusion:
     def of(cls, tally: Tally, probability: float) -> Confusion:
         """Count the rows whose probability is at least `probability`."""
         first = int(np.searchsorted(EDGES, probability, side="left")) + 1
-        maybe = first - (first > len(EDGES) or EDGES[first - 1] != probability)  # inside a bin, its rows are uncertain
+        on_edge = first <= len(EDGES) and EDGES[first - 1] == probability < 1  # 1 is the rounded value of many scores
+        maybe = first if on_edge else first - 1  # some rows of the bin that holds the threshold
         even, worst, best = tally.scores.even, tally.scores.worst, tally.scores.best
 
         def above(counts: np.ndarray, where: int) -> float:

@@ -33,7 +33,7 @@ def proportion(count: Estimate, rows: float, independent: float) -> Estimate:
     if not rows:
         return UNKNOWN
     low, high = wilson(count.low / rows, independent)[0], wilson(count.high / rows, independent)[1]
-    return Estimate(count.value / float(rows), low, high)
+    return Estimate(float(count.value / rows), float(low), float(high))
 
 
 def bounded(value: float, variance: float, least: float) -> Estimate:

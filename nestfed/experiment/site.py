@@ -327,6 +327,7 @@ class OwnRows:
                 some.x.double().numpy(),
                 some.y.numpy(),
                 scores=partial(_scores, self.network, some),
+                scores_of=lambda x, inputs: self.network.scores(x, torch.from_numpy(inputs)),
                 own=lambda some=some: self.network.scores(self.own_model, some.x),  # type: ignore[misc]
                 classes=self.agreement.classes,
             )

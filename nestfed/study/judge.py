@@ -16,7 +16,7 @@ from nestfed.metrics import Estimate
 from nestfed.queries.base import TEST, Ask
 from nestfed.queries.guard import steady
 from nestfed.queries.influence import applicable, is_counted, max_fpr, of_sums, usual_metrics
-from nestfed.queries.judging import SPREAD, WITHHELD
+from nestfed.queries.judging import COUNTED, LEVELS, SPREAD, WITHHELD
 from nestfed.queries.scored import TWO_CLASSES
 from nestfed.queries.scores import LOG_ODDS
 from nestfed.queries.tally import Tally
@@ -24,6 +24,9 @@ from nestfed.study.counts import Counts, Models, count, place_of
 from nestfed.study.decide import Confusion
 from nestfed.study.intervals import UNKNOWN, bounded, proportion, range_of, symmetric
 from nestfed.study.metric_table import ALL, SITE, Entry, MetricTable, Size
+
+QUERIES = (LEVELS, COUNTED, SPREAD)
+"""What sites are asked to judge models."""
 
 
 def judge(

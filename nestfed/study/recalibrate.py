@@ -19,6 +19,8 @@ from nestfed.study.decide import Calibration
 from nestfed.study.intervals import UNKNOWN, symmetric
 from nestfed.study.metric_table import ALL, SITE
 
+QUERIES = (FACTS, SUMS, OWN, LINE)
+"""What sites are asked to calibrate models."""
 STRENGTHS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, math.inf)
 """The strengths of shrinkage that `recalibrate` tries: λ, or 1/variance of the sites' parameters."""
 

@@ -15,7 +15,7 @@ from nestfed.core import NestfedError
 from nestfed.metrics import Estimate, edges
 from nestfed.queries.scores import BINS
 from nestfed.queries.tally import Tally
-from nestfed.study.intervals import plain, proportion
+from nestfed.study.intervals import UNKNOWN, plain, proportion
 
 RULES = ("sensitivity 0.9", "specificity 0.9", "balanced")
 ESTIMATES = ("sensitivity", "specificity", "ppv", "alerts")
@@ -98,7 +98,9 @@ class Confusion:
 
     @classmethod
     def of(cls, tally: Tally, probability: float) -> Confusion:
-        """Count the rows whose probability is at least `probability`."""
+        """Count the rows whose probability is at least `probability`; NaN if not all scores are numbers."""
+        if not tally.known:
+            return cls(tally, UNKNOWN, UNKNOWN)
         first = int(np.searchsorted(EDGES, probability, side="left")) + 1
         on_edge = first <= len(EDGES) and EDGES[first - 1] == probability < 1  # 1 is the rounded value of many scores
         maybe = first if on_edge else first - 1  # some rows of the bin that holds the threshold
@@ -137,11 +139,16 @@ class Confusion:
         """The share of the rows that are called positive which are of the positive class."""
         hit, wrong = self.caught, self.false_alarms
         share = self.tally.independent[2] / max(float(self.tally.rows.sum()), 1.0)
+        if math.isnan(hit.value) or not hit.value + wrong.value:
+            return UNKNOWN
         value, low, high = (
             proportion(Estimate(a, a, a), a + b, share * (a + b))
             for a, b in ((hit.value, wrong.value), (hit.low, wrong.high), (hit.high, wrong.low))
         )
-        return Estimate(value.value, low.low, high.high)
+        # Where the bounds allow that no row is called positive, they say nothing.
+        return Estimate(
+            value.value, 0.0 if math.isnan(low.low) else low.low, 1.0 if math.isnan(high.high) else high.high
+        )
 
     def net_benefit(self, probability: float) -> float:
         """Return true positives per row, less false positives weighted by the odds of the threshold."""
@@ -196,7 +203,7 @@ def _rule(rule: str) -> tuple[str, float]:
     return name, wanted
 
 
-def judged(rule: str, probability: float, test: Tally) -> Threshold:
+def judged_at(rule: str, probability: float, test: Tally) -> Threshold:
     """Return a threshold with what it means on test rows."""
     found = Confusion.of(test, probability)
     return Threshold(rule, probability, found.sensitivity, found.specificity, found.ppv, found.alerts)
@@ -205,6 +212,6 @@ def judged(rule: str, probability: float, test: Tally) -> Threshold:
 def thresholds(validation: Tally, test: Tally, rules: Sequence[str] = RULES) -> tuple[Threshold, ...]:
     """Choose a threshold by each rule on validation rows, and judge it on test rows.
 
-    The tallies are those of a calibrated model, from `nestfed.study.judge.count`.
+    The tallies are those of a calibrated model, from `nestfed.study.counts.count`.
     """
-    return tuple(judged(rule, choose(validation, rule), test) for rule in rules)
+    return tuple(judged_at(rule, choose(validation, rule), test) for rule in rules)

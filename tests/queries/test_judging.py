@@ -204,3 +204,12 @@ def test_forged_lists_of_values(found: Any) -> None:
 
     reply = LEVELS(site(7), 0, columns=["ward"]) | {"levels": as_text(found)}
     assert LEVELS.invalid(reply, columns=["ward"]) in ("it lists other columns.", "its counts of values are invalid.")
+
+
+def test_what_hides_a_group_may_have_one_class() -> None:
+    """Ward b has 3 negatives: without ward z, which has no positives, they would be the difference to all rows."""
+    ward = np.repeat(["z", "b", "a"], [50, 15, 140])
+    y = np.r_[np.zeros(50), np.ones(12), np.zeros(3), np.ones(40), np.zeros(100)].astype(np.int64)
+    rows = Rows(np.zeros((205, 1)), y, None, {"ward": ward}, lambda w: np.linspace(-1, 1, 205))
+    sizes = COUNTED(rows, LEAST, **asked(groups=[["ward", v] for v in "zba"]))["sizes"]
+    assert sizes[1:].tolist() == [[0, 0], [0, 0], [40, 100]]

@@ -18,7 +18,7 @@ from nestfed.queries import TEST, VALIDATION, Rows, at_hand
 from nestfed.queries.tally import Tally
 from nestfed.study.counts import Candidate, Counts, count
 from nestfed.study.curves import calibration_curve, decision_curve
-from nestfed.study.decide import Calibration, Confusion, Threshold, choose, judged, thresholds
+from nestfed.study.decide import Calibration, Confusion, Threshold, choose, judged_at, thresholds
 from nestfed.study.intervals import bounded, proportion, wilson
 from tests.study.scored_sites import NAMES, A, both_parts, stacked
 
@@ -149,7 +149,7 @@ def test_rows_of_the_same_person_widen_the_interval() -> None:
     assert tally.persons[2] < 151
     found_again = [{k: Rows(r.x, r.y, None, r.columns, r.scores, site=r.site) for k, r in s.items()} for s in found]
     alone = counted(found_again).tally("model")
-    few, many = (judged("balanced", 0.4, one).sensitivity for one in (tally, alone))
+    few, many = (judged_at("balanced", 0.4, one).sensitivity for one in (tally, alone))
     assert few.value == many.value
     assert few.high - few.low > 1.5 * (many.high - many.low)
     rows = np.unique(np.concatenate([100 * i + s[TEST].group for i, s in enumerate(found)]), return_counts=True)[1]  # type: ignore[operator]
@@ -159,7 +159,7 @@ def test_rows_of_the_same_person_widen_the_interval() -> None:
 def test_a_threshold_survives_json() -> None:
     found = both_parts(60)
     tally = counted(found).tally("model")
-    for made in (*thresholds(tally, tally), judged("alerts 0.1", 1.0, tally)):
+    for made in (*thresholds(tally, tally), judged_at("alerts 0.1", 1.0, tally)):
         again = Threshold.from_json(json.loads(json.dumps(made.to_json(), allow_nan=False)))
         assert repr(again) == repr(made)
     assert np.isnan(made.ppv.value)  # nobody is called positive
@@ -180,7 +180,7 @@ def test_saturated_probabilities() -> None:
     found = [{TEST: Rows(x[:, None], y, scores=lambda w: w[0] * x)}]
     tally = count(at_hand(found), {"model": np.ones(1)}).tally("model")
     for rule in ("specificity 0.99", "alerts 0.05", "sensitivity 0.5"):
-        made = judged(rule, choose(tally, rule), tally)
+        made = judged_at(rule, choose(tally, rule), tally)
         assert made.alerts.low <= (expit(x) >= made.probability).mean() <= made.alerts.high
         assert made.alerts.value == pytest.approx((expit(x) >= made.probability).mean(), abs=0.011)
 
@@ -227,5 +227,13 @@ def test_a_tally_of_no_rows_has_no_rates() -> None:
     found = both_parts(60)
     tally: Tally = counted(found, subgroups={"sex": ["none"]}).tally("model", "sex = none")
     assert tally.sites == 0
-    assert np.isnan(judged("balanced", 0.5, tally).sensitivity.value)
+    assert np.isnan(judged_at("balanced", 0.5, tally).sensitivity.value)
     assert calibration_curve(tally) == ()
+
+
+def test_scores_that_are_not_numbers_have_no_rates() -> None:
+    found = both_parts(60)
+    tally = count(at_hand(found), {"model": A * np.nan}).tally("model")
+    made = judged_at("balanced", 0.5, tally)
+    assert all(np.isnan(one.value) for one in (made.sensitivity, made.specificity, made.ppv, made.alerts))
+    assert np.isnan(decision_curve(tally).model).all()

@@ -12,7 +12,7 @@ from nestfed.experiment.build import method
 from nestfed.experiment.spec import Experiment
 from nestfed.problems.objective import Labelled
 from nestfed.queries import CLASSES, QUERIES, SCORES, SQUARES, TABLE, Query
-from nestfed.study.conduct import QUERIES as STUDY
+from nestfed.study.outcome import QUERIES as STUDY
 
 WORDS = {
     "protocol": "the version of the messages",

@@ -290,20 +290,21 @@ def _size(module: nn.Module) -> int:
 
 
 def inputs_at(
-    study: Experiment, place: Place, agreement: Agreement, network: Network, final: bool
+    study: Experiment, place: Place, site: str, agreement: Agreement, network: Network, final: bool
 ) -> Mapping[str, Rows]:
     """Return a site's rows by part as model inputs, in the division of a study's last trainings or of its trials."""
     whole, test = own_table(study, place.file)
     trial, last = (
         divided(made, whole, test).encoded(agreement, place.file) for made in (study, study.with_overrides(FINAL))
     )
-    return OwnRows(network, agreement, trial, last).by_part(final)
+    return OwnRows(site, network, agreement, trial, last).by_part(final)
 
 
 @dataclass(frozen=True)
 class OwnRows:
     """A site's rows as model inputs, in the division of a study's trials and in that of its last trainings."""
 
+    site: str
     network: Network
     agreement: Agreement
     trial: Prepared
@@ -328,6 +329,7 @@ class OwnRows:
                 some.y.numpy(),
                 scores=partial(_scores, self.network, some),
                 scores_of=lambda x, inputs: self.network.scores(x, torch.from_numpy(inputs)),
+                site=self.site,
                 own=lambda some=some: self.network.scores(self.own_model, some.x),  # type: ignore[misc]
                 classes=self.agreement.classes,
             )

@@ -110,7 +110,7 @@ class AtHand:
                 divided(made, table).encoded(self.agreement, f"site {name}")
                 for made in (self.study, self.study.with_overrides(FINAL))
             )
-            found.append(OwnRows(self.network, self.agreement, trial, last))
+            found.append(OwnRows(name, self.network, self.agreement, trial, last))
         return found
 
     def joined(self, final: bool) -> Prepared:

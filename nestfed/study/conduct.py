@@ -180,7 +180,7 @@ def _tuned(study: Experiment, sites: Sites, name: str, start: Way | None, tell: 
     for _ in range(1 + EXTEND):
         tried += [_tried(study, sites, name, settings, steps, metric, start) for settings in todo]
         at = choice.choose(metric, [option for _, _, option in tried])
-        todo = _further(tried[at][0], steps, [settings for settings, _, _ in tried])
+        todo = _further(metric, steps, [(settings, option) for settings, _, option in tried])
         if not todo:
             break
     settings, trial, _ = tried[at]
@@ -218,13 +218,21 @@ def _tried(
 
 
 def _further(
-    chosen: dict[str, float], steps: Sequence[str], tried: Sequence[dict[str, float]]
+    metric: Metric, steps: Sequence[str], tried: Sequence[tuple[dict[str, float], choice.Option]]
 ) -> list[dict[str, float]]:
-    """Return the next settings if the chosen step is the smallest or the largest of those tried."""
+    """Return the next settings if the best value is at the end of the steps that were tried, and better beyond noise.
+
+    A training that starts from the exact optimum often ends near it with every step; then no step is better.
+    """
     if len(steps) != 1:
         return []
-    beyond = choice.beyond(chosen[steps[0]], [settings[steps[0]] for settings in tried])
-    return [] if beyond is None else [{**chosen, steps[0]: beyond}]
+    known = [(settings, option) for settings, option in tried if not math.isnan(_value(option))]
+    settings, best = known[choice.best(metric, [option for _, option in known])]
+    step = settings[steps[0]]
+    beyond = choice.beyond(step, [other[steps[0]] for other, _ in tried])
+    others = [option for other, option in known if other[steps[0]] != step]
+    clear = all(metric.signed(best.value) - metric.signed(o.value) > choice.noise(best, o) for o in others)
+    return [{**settings, steps[0]: beyond}] if beyond is not None and clear else []
 
 
 def _best_round(history: Sequence[Record], metric: Metric) -> int:

@@ -151,7 +151,7 @@ def test_a_study_of_three_classes(files: dict[str, Path], tmp_path: Path) -> Non
     [
         ({"methods": {}}, "A study needs methods"),
         ({"study": {"baseline": "fedprox"}}, "study.baseline is 'fedprox', but the methods are auroc, fedavg"),
-        ({"study": {"calibration": "isotonic"}}, "study.calibration must be common, intercept or slope"),
+        ({"study": {"calibration": "isotonic"}}, "study.calibration must be common or sites"),
         (
             {"methods": {"fedavg": {"problem": {"name": "classify"}, "tune": {"eta": {"low": 0.1, "high": 1.0}}}}},
             "methods.fedavg.tune.algorithm.eta must be a list of numbers",

@@ -150,7 +150,7 @@ def test_intervals_cover_the_truth_in_95_percent_of_studies(min_cell: int, perso
 
 
 @pytest.mark.parametrize(("n", "sites_", "share"), [(60, 20, 0.3), (400, 3, 0.3), (1000, 5, 0.05)])
-def test_merged_cells_move_values_by_a_quarter_of_a_standard_error(n: int, sites_: int, share: float) -> None:
+def test_merged_cells_move_values_by_less_than_a_standard_error(n: int, sites_: int, share: float) -> None:
     """At the first setting most sites have one or two cells of positives."""
     errors = []
     for seed in range(3):

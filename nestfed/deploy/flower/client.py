@@ -230,7 +230,9 @@ def _rows(site: _Site) -> Mapping[str, Rows]:
         return {}
     if "final" in site.words:
         agreement, _ = _agreed(site)
-        return inputs_at(study, place, agreement, Network.of(study, agreement), bool(site.words["final"]))
+        return inputs_at(
+            study, place, site.node.name, agreement, Network.of(study, agreement), bool(site.words["final"])
+        )
     return raw_rows(study.with_overrides(FINAL) if study.is_study else study, place)
 
 

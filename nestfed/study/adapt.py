@@ -67,12 +67,14 @@ class Adapted:
     why: str
 
 
-def adapt_file(place: Path, file: Path, out: Path, *, group: str = "", force: bool = False, way: Way = "auto") -> Adapted:
+def adapt_file(
+    place: Path, file: Path, out: Path, *, group: str = "", force: bool = False, way: Way = "auto"
+) -> Adapted:
     """Write the model adapted to the labelled rows of a table, as a model directory that names its parent's digest."""
     reject_used(out, WHAT, force=force)
     model, table = StudyModel.load(place), whole_table(file)
     for name in (model.target, *([group] if group else [])):
-        require_column(file, name, table)
+        require_column(file, name, dict.fromkeys(map(str, table)))
     groups = table[group].astype(str).to_numpy() if group else None
     found = adapt_table(model, table, table[model.target], where=str(file), groups=groups, way=way)
     return replace(found, model=found.model.save(out, force=force))
@@ -191,7 +193,11 @@ def _folds(y: np.ndarray, groups: np.ndarray | None, seed: int) -> list[tuple[np
 
 
 def _left_out(
-    names: Sequence[str], x: np.ndarray, logit: np.ndarray, y: np.ndarray, folds: Sequence[tuple[np.ndarray, np.ndarray]]
+    names: Sequence[str],
+    x: np.ndarray,
+    logit: np.ndarray,
+    y: np.ndarray,
+    folds: Sequence[tuple[np.ndarray, np.ndarray]],
 ) -> np.ndarray:
     """Return the log-loss of every candidate on every row, fitted without the row's fold."""
     lost = np.zeros((len(names), len(y)))
@@ -219,7 +225,9 @@ def _changed(model: StudyModel, change: Change, rows: int, why: str) -> StudyMod
     if change.slope <= 0:
         notes.append("The slope is not positive: the common model ranks the new rows in the wrong order.")
     if model.thresholds:
-        notes.append("Thresholds, intervals and site calibrations of the common model were left out: they do not hold here.")
+        notes.append(
+            "Thresholds, intervals and site calibrations of the common model were left out: they do not hold here."
+        )
     provenance = replace(
         model.provenance,
         parent=model.digest,

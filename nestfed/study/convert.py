@@ -55,7 +55,7 @@ def _trained(est: _Labelled, target: str, classes: Sequence[Any] | None) -> Stud
         est.scale_,  # type: ignore[arg-type]  # not of images, see `model_of`
         target,
         names,
-        Calibration(*map(float, est.calibration_)),
+        Calibration(float(est.calibration_[0]), float(est.calibration_[1])),
         provenance=Provenance(
             method=repr(est.method_) if hasattr(est, "method_") else est.choice_.name,
             objective=est.kind,
@@ -92,7 +92,10 @@ def _exact(est: Any, target: str, classes: Sequence[Any] | None) -> StudyModel:
 def linear_parameters(weight: np.ndarray, bias: np.ndarray) -> dict[str, Tensor]:
     """Return the parameters of a linear network: weights (outputs, inputs) and one intercept per output."""
     shape = np.atleast_2d(np.asarray(weight, np.float64))
-    return {"head.weight": torch.from_numpy(shape.copy()), "head.bias": torch.from_numpy(np.atleast_1d(bias).astype(float))}
+    return {
+        "head.weight": torch.from_numpy(shape.copy()),
+        "head.bias": torch.from_numpy(np.atleast_1d(bias).astype(float)),
+    }
 
 
 def load_older(place: Path) -> StudyModel:

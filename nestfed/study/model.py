@@ -105,7 +105,9 @@ class StudyModel:
     def __post_init__(self) -> None:
         inputs, outputs = self.architecture.shape, self.architecture.outputs
         if inputs != (len(self.encoding.inputs),):
-            raise NestfedError(f"The network takes {inputs} inputs, but the encoding makes {len(self.encoding.inputs)}.")
+            raise NestfedError(
+                f"The network takes {inputs} inputs, but the encoding makes {len(self.encoding.inputs)}."
+            )
         if outputs != (len(self.classes) if len(self.classes) > 2 else 1):
             raise NestfedError(f"The network has {outputs} scores, which does not fit {len(self.classes)} classes.")
 
@@ -268,7 +270,9 @@ def find(place: Path) -> Path:
     """Return the model directory: the place itself, or `model` inside the output directory of `nestfed train`."""
     found = next((p for p in (place, place / "model") if sealed.exists(p) or (p / "estimator.json").is_file()), None)
     if found is None:
-        raise NestfedError(f"{place} contains no model: expected a model directory, or the output directory of `nestfed train`.")
+        raise NestfedError(
+            f"{place} contains no model: expected a model directory, or the output directory of `nestfed train`."
+        )
     return found
 
 

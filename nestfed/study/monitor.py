@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from scipy.optimize import brentq
@@ -29,6 +29,7 @@ from nestfed.core import NestfedError
 from nestfed.data.tables import require_column
 from nestfed.metrics import Estimate
 from nestfed.report.page import Table
+from nestfed.study.adapt import minimum
 from nestfed.study.model import StudyModel
 from nestfed.study.reference import Reference, summary_scores
 from nestfed.study.rows import Oddities, class_numbers, features, whole_table
@@ -75,14 +76,25 @@ class Monitored:
         """Return the result in a sentence."""
         unclear = sum(one.verdict == "unclear" for one in self.measures)
         names = ", ".join(f"{one.column} ({one.kind})" for one in self.changed)
-        few = f" {unclear} of {len(self.measures)} measures are unclear: there are too few rows to tell." if unclear else ""
+        few = (
+            f" {unclear} of {len(self.measures)} measures are unclear: there are too few rows to tell."
+            if unclear
+            else ""
+        )
         return f"{self.rows:,} rows. {f'Changed: {names}.' if names else 'No change was found.'}{few}"
 
     def table(self) -> Table:
         """Return the measures, those that changed first."""
         order = {"changed": 0, "unclear": 1, "same": 2}
         rows = [
-            [m.column, m.kind, m.before, m.now, f"{m.shift.value:.3f} ({m.shift.low:.3f} to {m.shift.high:.3f})", m.verdict]
+            [
+                m.column,
+                m.kind,
+                m.before,
+                m.now,
+                f"{m.shift.value:.3f} ({m.shift.low:.3f} to {m.shift.high:.3f})",
+                m.verdict,
+            ]
             for m in sorted(self.measures, key=lambda one: order[one.verdict])
         ]
         note = (
@@ -96,13 +108,15 @@ def monitor(place: Path, file: Path, labels: str = "") -> Monitored:
     """Compare the rows of a table with a model's training rows; `labels`: the column with the true classes, if known."""
     model, table = StudyModel.load(place), whole_table(file)
     if model.reference is None:
-        raise NestfedError(f"The model in {place} has no statistics of its training rows: train it again with this version.")
+        raise NestfedError(
+            f"The model in {place} has no statistics of its training rows: train it again with this version."
+        )
     oddities = Oddities()
     values = features(table, model.encoding.schema, str(file), oddities)
     scores = model.scores(model.encoding(values, model.encoding.schema).double())
     performance = None
     if labels:
-        require_column(file, labels, table)
+        require_column(file, labels, dict.fromkeys(map(str, table)))
         if not model.binary:
             raise NestfedError("Performance is compared for models of two classes: leave --labels out.")
         y = class_numbers(table[labels], model.classes, f"Target {labels!r} of {file}")
@@ -134,7 +148,9 @@ def _columns(model: StudyModel, before: Reference, values: np.ndarray, level: fl
             old = np.r_[shares, max(0.0, 1 - shares.sum())] * before.rows
             new = np.r_[values[:, at:first].sum(0), (values[:, at:first].sum(1) == 0).sum()]
             names = [*column.categories, "missing or unknown"]
-            yield Measure(column.name, "categories", _most(old, names), _most(new, names), stability(old, new, level), STABILITY)
+            yield Measure(
+                column.name, "categories", _most(old, names), _most(new, names), stability(old, new, level), STABILITY
+            )
 
 
 def _number(name: str, before: tuple[float, float, int, int], values: np.ndarray, level: float) -> Iterator[Measure]:
@@ -276,7 +292,7 @@ def auroc(scores: np.ndarray, y: np.ndarray, level: float = LEVEL) -> Estimate:
 
 def _below(sorted_values: np.ndarray, at: np.ndarray) -> np.ndarray:
     """Return how many values lie below each point, ties counting ½."""
-    left, right = (np.searchsorted(sorted_values, at, side=side) for side in ("left", "right"))  # type: ignore[call-overload]
+    left, right = (np.searchsorted(sorted_values, at, side=side) for side in ("left", "right"))
     return (left + right) / 2
 
 
@@ -297,7 +313,5 @@ def calibration(logit: np.ndarray, y: np.ndarray, level: float = LEVEL) -> dict[
 
 def _logistic(columns: np.ndarray, offset: np.ndarray, y: np.ndarray) -> tuple[list[float], list[float]]:
     """Return the coefficients of a logistic regression and their standard errors."""
-    from nestfed.study.adapt import minimum
-
     found = minimum(columns, offset, y, np.zeros(columns.shape[1]))
     return found.x.tolist(), np.sqrt(np.diag(found.inverse)).tolist()

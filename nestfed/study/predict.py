@@ -43,7 +43,9 @@ def predict(
     model = StudyModel.load(place)
     model.require_site(site)
     if threshold and not model.binary:
-        raise NestfedError(f"A threshold needs two classes, but the model has {len(model.classes)}: leave --threshold out.")
+        raise NestfedError(
+            f"A threshold needs two classes, but the model has {len(model.classes)}: leave --threshold out."
+        )
     if out.resolve() == file.resolve():
         raise NestfedError(f"{out} is the table itself: choose another file with --out.")
     head = ["row", *keep, *_columns(model)]

@@ -118,14 +118,16 @@ def onnx_graph(model: StudyModel) -> bytes:
     facts = {"features": list(model.encoding.features), "target": model.target, "classes": list(model.classes)}
     onnx.helper.set_model_props(made, {name: json.dumps(value, ensure_ascii=False) for name, value in facts.items()})
     onnx.checker.check_model(made)
-    return made.SerializeToString()  # type: ignore[no-any-return]
+    return made.SerializeToString()
 
 
 class _Graph:
     """The nodes of an ONNX graph as they are added."""
 
     def __init__(self, onnx: Any) -> None:
-        self.onnx, self.nodes, self.constants = onnx, [], []  # type: ignore[var-annotated]
+        self.onnx = onnx
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
 
     def add(self, operation: str, *inputs: Any, name: str = "", **attributes: Any) -> str:
         """Add a node; arrays among the inputs become constants. Return the name of its output."""

@@ -81,7 +81,9 @@ class Reference:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Reference:
         """Return the statistics that `to_json` wrote."""
-        scores = found["scores"] and ScoreShares(np.array(found["scores"]["edges"]), np.array(found["scores"]["counts"]))
+        scores = found["scores"] and ScoreShares(
+            np.array(found["scores"]["edges"]), np.array(found["scores"]["counts"])
+        )
         return cls(int(found["rows"]), np.array(found["known"], np.int64), scores or None)
 
 

@@ -86,7 +86,9 @@ def whole_table(file: Path) -> pd.DataFrame:
 def class_numbers(labels: pd.Series[Any], classes: Sequence[str], where: str) -> np.ndarray:
     """Return the index of each label's class; reject missing labels and unknown classes."""
     if missing := int(labels.isna().sum()):
-        raise NestfedError(f"{where} is missing in {missing:,} of {len(labels):,} rows: fill it in or remove these rows.")
+        raise NestfedError(
+            f"{where} is missing in {missing:,} of {len(labels):,} rows: fill it in or remove these rows."
+        )
     place = {name: i for i, name in enumerate(classes)}
     names = [_category(value, place) for value in labels]
     if strange := sorted({name for name in names if name not in place}):

@@ -211,7 +211,9 @@ def _left_out(
 def _changed(model: StudyModel, change: Change, rows: int, why: str) -> StudyModel:
     """Return the model with new log-odds; thresholds, metrics and sites of the common model do not apply to it."""
     if change.way == "unchanged":
-        return replace(model, provenance=replace(model.provenance, parent=model.digest, notes=(why,)))
+        return replace(
+            model, provenance=replace(model.provenance, parent=model.digest, notes=(*model.provenance.notes, why))
+        )
     a, b = model.calibration.at()
     parameters = dict(model.parameters)
     if change.delta is not None:  # slope 1: move the weights so that the calibration may stay

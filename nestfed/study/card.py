@@ -10,8 +10,9 @@ import numpy as np
 from nestfed.data.encoding import FAR
 from nestfed.metrics import Estimate
 from nestfed.report.page import Table
-from nestfed.study.difference import coefficients
+from nestfed.study.coefficients import coefficients
 from nestfed.study.model import GRAPH, PARAMETERS, PROGRAM, StudyModel
+from nestfed.study.page import LABELS
 
 FEW = 20
 """Rows of a class at a site below which the card names the site."""
@@ -82,7 +83,7 @@ def _what(model: StudyModel) -> str:
 def _results(model: StudyModel, tables: Sequence[Table]) -> str:
     found = []
     if model.provenance.metrics:
-        rows = [[name, _interval(value)] for name, value in model.provenance.metrics.items()]
+        rows = [[LABELS.get(name, name), _interval(value)] for name, value in model.provenance.metrics.items()]
         found.append(markdown(Table("", ["metric on test rows", "value (95 % interval)"], rows)))
     for table in tables:
         found.append(
@@ -141,10 +142,10 @@ def _inputs(model: StudyModel) -> str:
 
 
 def _coefficients(model: StudyModel) -> str:
-    rows = [[name, f"{value:+.5g}"] for name, value in coefficients(model).items()]
-    unit = "one standard deviation of a number, or for a category" if model.encoding.scaled else "one unit"
-    what = "Log-odds" if model.classes else "Change of the prediction"
-    return f"{what} for {unit}.\n\n{markdown(Table('', ['input', 'coefficient'], rows))}"
+    rows = [[one.name, f"{one.standardised:+.5g}", f"{one.per_unit:+.5g}"] for one in coefficients(model)]
+    what = "log-odds" if model.classes else "prediction"
+    table = Table("", ["input", "per standard deviation", "per unit, or if it is present"], rows)
+    return f"What an input adds to the {what}.\n\n{markdown(table)}"
 
 
 def _limits(model: StudyModel) -> str:

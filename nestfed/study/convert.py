@@ -59,7 +59,7 @@ def _trained(est: _Labelled, target: str, classes: Sequence[Any] | None) -> Stud
         provenance=Provenance(
             method=repr(est.method_) if hasattr(est, "method_") else est.choice_.name,
             objective=est.kind,
-            settings={name: str(value) for name, value in est.get_params().items()},
+            settings=_settings(est),
             sites={name: tuple(map(int, c)) for name, c in zip(est.sites_.names, est.sites_.counts)},
         ),
     )
@@ -83,10 +83,14 @@ def _exact(est: Any, target: str, classes: Sequence[Any] | None) -> StudyModel:
         provenance=Provenance(
             method=f"exact {est.family} regression",
             objective=est.family,
-            settings={name: str(value) for name, value in est.get_params().items()},
+            settings=_settings(est),
             notes=tuple(est.notes_),
         ),
     )
+
+
+def _settings(estimator: Any) -> dict[str, str]:
+    return {name: str(value) for name, value in estimator.get_params().items() if value is not None}
 
 
 def linear_parameters(weight: np.ndarray, bias: np.ndarray) -> dict[str, Tensor]:

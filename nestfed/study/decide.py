@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy.special import expit
 
 from nestfed.metrics import Estimate
 
@@ -27,7 +28,7 @@ class Calibration:
     def __call__(self, scores: np.ndarray, site: str = "") -> np.ndarray:
         """Return the probabilities of the positive class, with a site's own map if it has one."""
         a, b = self.at(site)
-        return np.asarray(0.5 * (1 + np.tanh((a * np.asarray(scores, np.float64) + b) / 2)))
+        return np.asarray(expit(a * np.asarray(scores, np.float64) + b))
 
     def to_json(self) -> dict[str, Any]:
         """Return the calibration as JSON."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from nestfed.data.encoding import TableEncoding
 from nestfed.metrics import Estimate
 from nestfed.report.page import Table
+from nestfed.study.coefficients import coefficients
 from nestfed.study.model import StudyModel
 
 
@@ -19,7 +18,7 @@ def difference(a: StudyModel, b: StudyModel) -> list[Table]:
         ("Model", ["property", "first", "second"], _facts(a, b)),
         ("Columns", ["column", "first", "second"], _columns(a.encoding, b.encoding)),
         ("Scale", ["feature", "mean", "mean of the second", "deviation", "deviation of the second"], _scale(a, b)),
-        ("Coefficients", ["input", "first", "second", "change"], _coefficients(a, b)),
+        ("Coefficients per unit", ["input", "first", "second", "change"], _coefficients(a, b)),
         ("Calibration", ["site", "slope a", "a of the second", "intercept b", "b of the second"], _calibration(a, b)),
         ("Thresholds", ["rule", "first", "second"], _thresholds(a, b)),
         ("Metrics", ["metric", "first", "second"], _pairs(a.provenance.metrics, b.provenance.metrics)),
@@ -95,24 +94,9 @@ def _scale(a: StudyModel, b: StudyModel) -> list[list[Any]]:
     ]  # fmt: skip
 
 
-def coefficients(model: StudyModel) -> dict[str, float]:
-    """Return the coefficients of a linear score as log-odds per unit of the model's inputs; empty for other networks."""
-    if not model.architecture.linear:
-        return {}
-    a, b = model.calibration.at() if model.binary else (1.0, 0.0)
-    state = {name: np.asarray(value.double()) for name, value in model.parameters.items()}
-    weight, bias = a * state["head.weight"], a * state["head.bias"] + b
-    outputs = [f"{c}: " for c in model.classes] if len(weight) > 1 else [""]
-    found = {}
-    for name, row, offset in zip(outputs, weight, bias):
-        found[f"{name}(intercept)"] = float(offset)
-        found |= {f"{name}{one}": float(w) for one, w in zip(model.encoding.inputs, row)}
-    return found
-
-
 def _coefficients(a: StudyModel, b: StudyModel) -> list[list[Any]]:
     """Return the coefficients that differ, the largest changes first; of networks, the distance of the parameters."""
-    first, second = coefficients(a), coefficients(b)
+    first, second = ({one.name: one.per_unit for one in coefficients(model)} for model in (a, b))
     if first and second:
         names = [n for n in {**first, **second} if first.get(n) != second.get(n)]
         change = {n: second.get(n, 0.0) - first.get(n, 0.0) for n in names}

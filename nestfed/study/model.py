@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -185,8 +186,8 @@ class StudyModel:
             "target": self.target,
             "classes": list(self.classes),
             "calibration": self.calibration.to_json(),
-            "thresholds": [asdict(one) for one in self.thresholds],
-            "provenance": asdict(self.provenance),
+            "thresholds": [_strict(asdict(one)) for one in self.thresholds],
+            "provenance": _strict(asdict(self.provenance)),
             "reference": self.reference and self.reference.to_json(),
         }
 
@@ -216,7 +217,7 @@ class StudyModel:
     def files(self) -> dict[str, bytes]:
         """Return the files that make up the model: its description and its parameters."""
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.parameters.items()}
-        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
         return {MODEL: (text + "\n").encode(), PARAMETERS: save(tensors)}
 
     def save(
@@ -276,8 +277,16 @@ def find(place: Path) -> Path:
     return found
 
 
-def _estimate(found: Mapping[str, float]) -> Estimate:
-    return Estimate(float(found["value"]), float(found["low"]), float(found["high"]))
+def _strict(value: Any) -> Any:
+    """Return a value whose numbers JSON can hold: null in place of NaN and infinity."""
+    if isinstance(value, Mapping):
+        return {name: _strict(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _estimate(found: Mapping[str, float | None]) -> Estimate:
+    value, low, high = (math.nan if found[k] is None else float(found[k] or 0) for k in ("value", "low", "high"))
+    return Estimate(value, low, high)
 
 
 def _threshold(found: Mapping[str, Any]) -> Threshold:

@@ -55,7 +55,9 @@ def reject_used(place: Path, what: str, marks: tuple[str, ...] = (SUMS,), *, for
     if names and not names & set(marks):
         raise NestfedError(f"{place} is not empty and contains no {what}; choose another directory with --out.")
     if names and not force:
-        raise NestfedError(f"{place} already contains a {what}: replace it with --force (force=True in Python), or choose another directory.")
+        raise NestfedError(
+            f"{place} already contains a {what}: replace it with --force (force=True in Python), or choose another directory."
+        )
 
 
 def write(place: Path, files: Mapping[str, bytes]) -> str:

@@ -128,7 +128,9 @@ def test_predict_writes_probabilities(trained: Path, files: list[Path], tmp_path
     assert roc_auc_score(frame["malignant"], chance) > 0.9
     assert all((r["prediction"] == "1") == (float(r["probability"]) > 0.5) for r in rows)
     frame.drop(columns=["area"]).to_csv(tmp_path / "short.csv", index=False)
-    with pytest.raises(NestfedError, match=r"short\.csv does not fit the model: it has no column 'area'; its columns are "):
+    with pytest.raises(
+        NestfedError, match=r"short\.csv does not fit the model: it has no column 'area'; its columns are "
+    ):
         predict(trained, tmp_path / "short.csv", out)
     with pytest.raises(NestfedError, match="contains no model"):
         predict(tmp_path, tmp_path / "new.csv", out)

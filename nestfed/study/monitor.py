@@ -7,7 +7,7 @@ of any "changed" is at most 5 %.
 | measure | of | limit |
 | --- | --- | --- |
 | mean | a column of numbers: difference of means in training deviations | 0.25 |
-| spread | the same: new deviation / training deviation | a factor of 1.5 |
+| spread | the same, from 100 rows: new deviation / training deviation | a factor of 1.5 |
 | missing | a column of numbers: difference of the shares of missing values | 0.1 |
 | categories | a column of categories: population stability index, "missing or unknown" being a category | 0.1 |
 | scores | the model's scores: population stability index over their bins | 0.1 |
@@ -37,6 +37,8 @@ from nestfed.study.rows import Oddities, class_numbers, features, whole_table
 Verdict = Literal["changed", "same", "unclear"]
 LEVEL = 0.95
 MEAN, SPREAD, MISSING, STABILITY = 0.25, float(np.log(1.5)), 0.1, 0.1
+SPREAD_ROWS = 100
+"""Fewer rows say too little about the tails of a column to give its spread an interval."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _number(name: str, before: tuple[float, float, int, int], values: np.ndarray
     yield Measure(
         name, "mean", f"{mean:.4g}", f"{here.mean():.4g}", Estimate(shift, shift - error, shift + error), MEAN
     )  # fmt: skip
-    if own > 0:
+    if own > 0 and len(here) >= SPREAD_ROWS:
         ratio = float(np.log(own / deviation))
         error = z * np.sqrt((_kurtosis(here) - 1) / 4 * (1 / known + 1 / len(here)))
         yield Measure(

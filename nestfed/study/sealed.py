@@ -91,15 +91,24 @@ def _build(new: Path, files: Mapping[str, bytes]) -> None:
 
 def read(place: Path, what: str) -> Sealed:
     """Return the files that SHA256SUMS lists; reject the directory if one of them differs."""
-    try:
-        here = os.open(_existing(place), os.O_RDONLY | os.O_DIRECTORY)  # the same directory, even if it is replaced now
-    except OSError as error:
-        raise NestfedError(f"{place} contains no {what}: {error.strerror}.") from error
-    try:
-        listed = _listed(place, what, _content(here, SUMS))
-        found = {name: _content(here, name) for name in listed}
-    finally:
-        os.close(here)
+    while True:
+        try:
+            here = os.open(
+                _existing(place), os.O_RDONLY | os.O_DIRECTORY
+            )  # the same directory, even if it is replaced now
+        except OSError as error:
+            raise NestfedError(f"{place} contains no {what}: {error.strerror}.") from error
+        try:
+            content = _content(here, SUMS)
+            listed = {} if content is None else _listed(place, what, content)
+            found = {name: _content(here, name) for name in listed}
+            replaced = not _is(here, _existing(place))
+        finally:
+            os.close(here)
+        if not replaced:
+            break
+    if content is None:
+        raise NestfedError(f"{place} contains no {what}: {SUMS} is missing.")
     files = {name: content for name, content in found.items() if content is not None and _sha(content) == listed[name]}
     wrong = [name for name in found if name not in files]
     if wrong:
@@ -119,10 +128,16 @@ def _sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _listed(place: Path, what: str, content: bytes | None) -> dict[str, str]:
+def _is(directory: int, place: Path) -> bool:
+    """Return whether an open directory still has this name."""
+    try:
+        return os.path.samestat(os.fstat(directory), place.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _listed(place: Path, what: str, content: bytes) -> dict[str, str]:
     """Return the digests in SHA256SUMS by file name."""
-    if content is None:
-        raise NestfedError(f"{place} contains no {what}: {SUMS} is missing.")
     pairs = [line.split("  ", 1) for line in content.decode("utf-8", "replace").splitlines()]
     if not pairs or any(len(pair) != 2 or not pair[1] or "/" in pair[1] or pair[1] in (".", "..") for pair in pairs):
         raise NestfedError(f"The {what} in {place} is damaged: {SUMS} is not a list of digests; copy it again.")

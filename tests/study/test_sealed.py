@@ -46,6 +46,7 @@ def killed_at(step: int, place: Path) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_killed_at_every_step(atomic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +91,7 @@ def test_a_full_disk_at_every_file(step: int, tmp_path: Path, monkeypatch: pytes
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.long
 def test_a_reader_never_sees_a_mix(tmp_path: Path) -> None:
     place = tmp_path / "model"
     sealed.write(place, OLD)
@@ -104,10 +106,7 @@ def test_a_reader_never_sees_a_mix(tmp_path: Path) -> None:
     writer.start()
     seen = []
     while not over.is_set():
-        try:
-            seen.append(dict(sealed.read(place, "model").files))
-        except NestfedError as error:  # the old directory was deleted while it was read
-            assert "missing" in str(error)
+        seen.append(dict(sealed.read(place, "model").files))
     writer.join()
     assert all(one in (OLD, NEW) for one in seen)
     assert seen

@@ -47,6 +47,8 @@ class Rows:
     """Columns as text, to count subgroups by."""
     scores: Callable[[np.ndarray], np.ndarray] | None = None
     """The scores of the rows under a model, given its parameters as one vector."""
+    own: Callable[[], np.ndarray] | None = None
+    """The scores of the rows under a model that the site has trained alone."""
     table: np.ndarray | None = None
     """The site's own table before it is encoded, for queries that agree on the encoding."""
     schema: Schema = ()

@@ -19,8 +19,8 @@ from nestfed.core import NestfedError
 from nestfed.deploy.discloses import discloses, page
 from nestfed.deploy.flower import roster
 from nestfed.deploy.flower.messages import read_plan
-from nestfed.deploy.site import withdraw
 from nestfed.deploy.wire import pack
+from nestfed.deploy.withdraw import withdraw
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.spec import Experiment, from_tables
 from nestfed.queries.base import as_text

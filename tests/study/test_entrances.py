@@ -12,12 +12,12 @@ from torch import Tensor
 
 from nestfed import FederatedAUC
 from nestfed.core import NestfedError
-from nestfed.deploy import site as deployed
-from nestfed.deploy.agree import Agreement, Rules, agree
 from nestfed.experiment import prepare as preparing
+from nestfed.experiment import site as deployed
 from nestfed.experiment.prepare import DataSpec, PartitionSpec, prepare
 from nestfed.experiment.spec import from_tables
 from nestfed.queries import answered
+from nestfed.queries.agreement import Agreement, Rules, agree
 from nestfed.study import export, train
 from nestfed.study.predict import predict
 from nestfed.study.programs import Encode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from nestfed.study.decide import Calibration
 from nestfed.study.model import Architecture, Provenance, StudyModel
 
 if TYPE_CHECKING:
+    from nestfed.study.conduct import Conducted, Way
     from nestfed.study.labelled import _Labelled
 
 
@@ -100,6 +102,30 @@ def linear_parameters(weight: np.ndarray, bias: np.ndarray) -> dict[str, Tensor]
         "head.weight": torch.from_numpy(shape.copy()),
         "head.bias": torch.from_numpy(np.atleast_1d(bias).astype(float)),
     }
+
+
+def model_of_way(done: Conducted, way: Way) -> StudyModel:
+    """Return one of the trained models of a study; calibration, thresholds, metrics and reference are added with `replace`."""
+    study, agreement = done.study, done.agreement
+    module = done.network.at(way.x)
+    linear = isinstance(module, Mlp) and not len(module.hidden)
+    options = {"hidden": []} if linear else dict(study.model.options)
+    outputs = 1 if len(agreement.classes) == 2 else len(agreement.classes)
+    settings = {**{k: f"{v:g}" for k, v in way.settings.items()}, "rounds": str(way.rounds)}
+    return StudyModel(
+        Architecture("mlp" if linear else study.model.name, agreement.shape, outputs, options),
+        {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()},
+        agreement.encoding,
+        study.data.target,
+        agreement.classes,
+        provenance=Provenance(
+            method=way.name,
+            study=study.digest(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            settings=settings,
+            notes=tuple(done.notes),
+        ),
+    )
 
 
 def load_older(place: Path) -> StudyModel:

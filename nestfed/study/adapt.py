@@ -4,7 +4,7 @@ Let ℓ be the log-odds of the common model. With few rows only ℓ' = s·ℓ + 
 linear score also moves its coefficients: ℓ' = ℓ + δ·x + t, under ½λ‖δ‖². No rows leave the model as it is, and with many rows
 both reach the fit of the new rows alone.
 
-The rule: with fewer than `FEW` rows of either class, recalibrate. Otherwise compare, in this order, the model unchanged,
+The rule: with fewer than `FEW` rows (or groups) of either class, recalibrate. Otherwise compare, in this order, the model unchanged,
 recalibrated, and with moved coefficients (λ from large to small) by log-loss on rows left out (five folds). Take the first
 whose mean loss exceeds the smallest by at most one standard error of the difference.
 """
@@ -136,9 +136,13 @@ def choose(
     """Return the change that the rule takes, the candidates' losses on rows left out, and the reason in a sentence."""
     if not len(y):
         return Change("unchanged"), {}, "There are no rows."
-    few = min(np.sum(y == 0), np.sum(y == 1))
+    few = min(len(np.unique(_ids(y, groups, which))) for which in (0, 1))
     if way == "recalibrate" or (few < FEW and way == "auto"):
-        reason = f"only {few} rows are of the rarer class" if way == "auto" else "you asked for it"
+        reason = (
+            f"only {few} {'rows' if groups is None else 'groups'} are of the rarer class"
+            if way == "auto"
+            else "you asked for it"
+        )
         return recalibrated(logit, y), {}, f"Recalibrated, because {reason}."
     moved = [] if x is None else [f"coefficients, λ = {ridge:g}" for ridge in RIDGES]
     names = moved if way == "coefficients" else ["unchanged", "recalibrated", *moved]
@@ -185,11 +189,16 @@ def _fitted(name: str, x: np.ndarray, logit: np.ndarray, y: np.ndarray) -> Chang
 
 
 def _folds(y: np.ndarray, groups: np.ndarray | None, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    folds = min(FOLDS, int(np.bincount(y, minlength=2).min()))
+    folds = min(FOLDS, *(len(np.unique(each)) for each in (_ids(y, groups, 0), _ids(y, groups, 1))))
     if folds < 2:
-        raise DataError("Comparing candidates needs at least two rows of each class: use way='recalibrate'.")
+        raise DataError("Comparing candidates needs at least two rows or groups of each class: use way='recalibrate'.")
     kind = StratifiedKFold if groups is None else StratifiedGroupKFold
     return list(kind(folds, shuffle=True, random_state=seed).split(np.zeros(len(y)), y, groups))
+
+
+def _ids(y: np.ndarray, groups: np.ndarray | None, which: int) -> np.ndarray:
+    """Return the groups, or the numbers, of the rows of a class."""
+    return (np.arange(len(y)) if groups is None else groups)[y == which]
 
 
 def _left_out(

@@ -39,7 +39,10 @@ def model_of(estimator: Any, target: str = "y", classes: Sequence[Any] | None = 
         return _trained(estimator, target, classes)
     if hasattr(estimator, "_slopes") and hasattr(estimator, "family"):
         return _exact(estimator, target, classes)
-    raise NestfedError(f"{type(estimator).__name__} cannot become a released model: use its own `save`.")
+    raise NestfedError(
+        f"{type(estimator).__name__} cannot become a released model: expected FederatedAUC, FederatedAUPRC, "
+        "FederatedClassifier, FederatedLogistic or FederatedLinear."
+    )
 
 
 def _trained(est: _Labelled, target: str, classes: Sequence[Any] | None) -> StudyModel:

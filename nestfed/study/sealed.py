@@ -47,11 +47,12 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 def reject_used(place: Path, what: str, marks: tuple[str, ...] = (SUMS,), *, force: bool = False) -> None:
     """Reject a place that is not free: a file, something else than `what`, or `what` itself unless `force`."""
-    if not place.exists():
+    there = _existing(place)
+    if not there.exists():
         return
-    if not place.is_dir():
+    if not there.is_dir():
         raise NestfedError(f"{place} is a file; choose another directory with --out.")
-    names = {p.name for p in place.iterdir() if not p.name.startswith(".")}
+    names = {p.name for p in there.iterdir() if not p.name.startswith(".")}
     if names and not names & set(marks):
         raise NestfedError(f"{place} is not empty and contains no {what}; choose another directory with --out.")
     if names and not force:

@@ -119,6 +119,7 @@ def test_persons_are_left_out_together() -> None:
     last = f"coefficients, λ = {RIDGES[-1]:g}"
     assert torn[last] < torn["unchanged"]
     assert whole[last] > whole["unchanged"]
+    assert choose(x, np.zeros(600), y, groups=person // 10)[2].startswith("Recalibrated, because only 6 groups")
 
 
 @pytest.mark.parametrize("kind", ["auc", "logistic", "unscaled"])
@@ -201,5 +202,5 @@ def test_what_cannot_be_adapted() -> None:
         adapt_table(released("auc"), new, new["died"], way="all")  # type: ignore[arg-type]
     with pytest.raises(NestfedError, match="40 rows and 39 labels"):
         adapt_table(released("auc"), new, new["died"][1:])
-    with pytest.raises(NestfedError, match="at least two rows of each class"):
+    with pytest.raises(NestfedError, match="at least two rows or groups of each class"):
         adapt_table(released("auc"), new, np.zeros(40, int), way="coefficients")

@@ -157,3 +157,7 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
         sealed.reject_used(tmp_path / "model", "model")
     sealed.reject_used(tmp_path / "model", "model", force=True)
     sealed.reject_used(tmp_path / "new", "model")
+    (tmp_path / ".model.writing").mkdir()
+    (tmp_path / "model").rename(tmp_path / ".model.writing" / "old")  # a process was killed between two renames
+    with pytest.raises(NestfedError, match="already contains a model"):
+        sealed.reject_used(tmp_path / "model", "model")

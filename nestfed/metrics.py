@@ -336,6 +336,11 @@ class ScoreHistogram:
         # sum(histograms) starts from 0.
         return self if other == 0 else NotImplemented
 
+    @property
+    def edges(self) -> Floats:
+        """The inner edges of the bins; the outer bins are unbounded."""
+        return edges(len(self.positives), self.range)
+
     def auroc(self) -> Estimate:
         """Pooled AUROC: (Σ_b pos_b·(neg below b + ½ neg_b)) / PN, to within ½ Σ_b pos_b·neg_b / PN."""
         # Floats, because the number of pairs of a large federation may overflow an int64.

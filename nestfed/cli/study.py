@@ -1,4 +1,4 @@
-"""The commands `train`, `predict` and `lr-find`, for one table per site."""
+"""The commands `train` and `lr-find`, for one table per site."""
 
 # Slow imports are inside the commands, so that `nestfed --help` is fast.
 from __future__ import annotations
@@ -46,6 +46,7 @@ def train_command(
     out: Annotated[
         Path | None, typer.Option("--out", help="Output directory.", show_default="runs/train-TARGET")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model in the output directory.")] = False,
 ) -> None:
     """Train a model across sites, compare it with FedAvg and local training, and write a report."""
     from nestfed.study import export
@@ -53,7 +54,7 @@ def train_command(
     from nestfed.study.train import train
 
     place = out or Path("runs") / f"train-{target}"
-    export.claim(place, target, objective)
+    export.claim(place, force=force)
     with _warnings_in_one_line():
         data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
         if len(data.classes) == 2:
@@ -61,7 +62,7 @@ def train_command(
         outcome = train(
             data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
         )
-    written = export.write(outcome, place, files)
+    written = export.write(outcome, place, files, force=force)
     columns, rows = export.results(outcome)
     typer.echo()
     _table([columns, *([str(cell) for cell in row] for row in rows)])
@@ -71,18 +72,6 @@ def train_command(
     typer.echo()
     for name, path in written.items():
         typer.echo(f"{name:<11} {path}")
-
-
-def predict_command(
-    model: Annotated[Path, typer.Argument(help="Output directory of `nestfed train`.")],
-    file: Annotated[Path, typer.Argument(help="A table with the same columns; the target may be missing.")],
-    out: Annotated[Path, typer.Option("--out", help="Output file with the probabilities.")] = Path("predictions.csv"),
-) -> None:
-    """Predict probabilities for the rows of a table with a trained model."""
-    from nestfed.study.predict import predict
-
-    rows = predict(model, file, out)
-    typer.echo(f"{rows} rows: {out}")
 
 
 def lr_find_command(

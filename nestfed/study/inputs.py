@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sklearn.utils.validation import _check_feature_names, _check_n_features
+from sklearn.utils.validation import _check_feature_names, _check_n_features, check_is_fitted
 from torch import Tensor
 
 from nestfed.data.encoding import Schema, numbered
 from nestfed.study.sites import DataError, InputEncoding, as_table, inputs
+
+if TYPE_CHECKING:
+    from nestfed.study.adapt import Adapted, Way
+    from nestfed.study.model import StudyModel
 
 
 class TableInputs:
@@ -19,6 +23,27 @@ class TableInputs:
     scale_: InputEncoding
     n_features_in_: int
     feature_names_in_: np.ndarray
+
+    def to_model(self, target: str = "y") -> StudyModel:
+        """Return the released model, which `nestfed predict`, `monitor` and `adapt` use; `target` names what it predicts."""
+        from nestfed.study.convert import model_of
+
+        check_is_fitted(self)
+        return model_of(self, target)
+
+    def adapt(self, X: Any, y: Any, *, groups: Any = None, way: Way = "auto") -> Adapted:
+        """Return a released model adapted to the labelled rows of a new site; see `nestfed.study.adapt`.
+
+        - `groups`: for each row, a value such as a patient, whose rows are left out together.
+        - `way`: "auto", "recalibrate" or "coefficients".
+        """
+        import pandas as pd
+
+        from nestfed.study.adapt import adapt_table
+
+        model = self.to_model()
+        named = X if hasattr(X, "columns") else pd.DataFrame(X, columns=[c.name for c in model.encoding.schema])
+        return adapt_table(model, named, y, where="X", groups=None if groups is None else np.asarray(groups), way=way)
 
     def _without_sites(self, X: Any) -> tuple[Any, Any]:
         """Return X without the column that names the sites, and that column; None if X lacks it, as for prediction."""

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from nestfed import metrics, models
 from nestfed.algorithms import Alone, FedAvg
 from nestfed.core import DivergedError, Metric, NestfedError, unknown
+from nestfed.data.encoding import Sums
 from nestfed.engine.round import Record
 from nestfed.experiment.choice import resampled
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
 from nestfed.study.base import Scores, precise
 from nestfed.study.lr_find import StepSearch, apart, sweep, with_rows
+from nestfed.study.reference import Reference
 from nestfed.study.sites import Encoded, Site
 from nestfed.study.tables import Sites
 
@@ -77,6 +79,8 @@ class StudyResult:
     rows: Mapping[str, int]
     grouped: str
     seconds: float
+    reference: Reference | None = None
+    """Statistics of the training rows, to compare new rows with."""
 
     @property
     def best(self) -> Trained:
@@ -134,6 +138,7 @@ def train(
     return StudyResult(
         fitted[0], judge.metric.name, data.classes, target, objective, trained, judge.labels, judge.owner, interval, gain,
         rows, grouped, time.perf_counter() - began,
+        Reference.of([Sums.of(site.x, site.schema) for site in rest], split.training.encoding.schema),
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from sklearn.utils.validation import _check_feature_names, _check_n_features
 from torch import Tensor
 
-from nestfed.data.encoding import Schema, numbered
+from nestfed.data.encoding import Schema, TableEncoding, numbered
+from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.study.sites import DataError, InputEncoding, as_table, inputs
 
 
@@ -19,6 +20,11 @@ class TableInputs:
     scale_: InputEncoding
     n_features_in_: int
     feature_names_in_: np.ndarray
+
+    @property
+    def _table(self) -> TableSchema:
+        """How the training data were read."""
+        return self.scale_.table if isinstance(self.scale_, TableEncoding) else EMPTY
 
     def _without_sites(self, X: Any) -> tuple[Any, Any]:
         """Return X without the column that names the sites, and that column; None if X lacks it, as for prediction."""
@@ -54,7 +60,7 @@ class TableInputs:
         unnamed = self.scale_.schema == numbered(len(self.scale_.schema))
         if hasattr(self, "feature_names_in_") or unnamed:
             _check_feature_names(self, X, reset=False)
-        values, schema = as_table(X)
+        values, schema = as_table(X, table=self._table)
         if not hasattr(X, "columns") and values.ndim == 2:
             _check_n_features(self, values, reset=False)
         return self._scaled(values, schema)

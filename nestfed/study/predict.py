@@ -32,14 +32,15 @@ def predict(place: Path, file: Path, out: Path) -> int:
     import pandas as pd
 
     estimator, table = load(place)
-    raw = read_table(file)
-    needed = [column.name for column in estimator.scale_.schema]
+    how = estimator.scale_.table
+    raw = read_table(file, how)
+    needed = list(how.needed) or [column.name for column in estimator.scale_.schema]
     if missing := [name for name in needed if name not in raw]:
         has = ", ".join(map(str, [*raw][:MOST_NAMES]))
         raise NestfedError(
             f"{file} has no column {' and no column '.join(map(repr, missing[:MOST_NAMES]))}, which the model needs; it has {has}."
         )
-    frame = pd.DataFrame({name: raw[name] for name in needed})
+    frame = pd.DataFrame({name: raw[name] for name in (how.used or needed) if name in raw})
     if not len(frame):
         raise NestfedError(f"{file} has no rows.")
     values = estimator.predict_proba(frame)

@@ -137,6 +137,10 @@ class TableSchema:
         """How a CSV file is written."""
         return Form(self.sep, self.decimal, self.encoding)
 
+    def date_format(self, name: str) -> str:
+        """Return the format of a column of dates; empty if the schema does not state it."""
+        return self.columns[name].format if name in self.columns else ""
+
     @property
     def as_text(self) -> tuple[str, ...]:
         """The columns whose values are read as text."""

@@ -31,6 +31,8 @@ class Place:
     """The client's number."""
     file: str = ""
     """The site's own table; empty = part n of the experiment's dataset."""
+    name: str = ""
+    """The site's name, for a split that leaves one site out."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,13 @@ class SiteExamples:
 def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     """Read a site's file and split off its test examples."""
     spec = replace(experiment.data, name="", file=place.file)
-    whole, test = load_examples(spec)
+    whole, test = load_examples(spec, experiment.schema)
     images = whole.x.dtype == np.uint8
     raw: Callable[[np.ndarray], Tensor] | None = None if images else lambda x: torch.from_numpy(np.array(x))
-    made = divide(spec, whole, test, PartitionSpec("pooled"), experiment.run.seed, scaling=raw)
+    form = experiment.schema.date_format(spec.split_by)
+    made = divide(
+        spec, whole, test, PartitionSpec("pooled"), experiment.run.seed, scaling=raw, site=place.name, form=form
+    )
     names = ("negative", "positive") if spec.binary or spec.positive else whole.classes
     return SiteExamples(made, () if images else as_table(whole)[1], names)
 
@@ -172,7 +177,7 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
 
 
 def _divided(experiment: Experiment) -> Prepared:
-    return prepare(experiment.data, experiment.partition, experiment.run.seed)
+    return prepare(experiment.data, experiment.partition, experiment.run.seed, experiment.schema)
 
 
 def _part(prepared: Prepared, n: int) -> np.ndarray:

@@ -69,7 +69,7 @@ def read_sites(
             raw, classes = _with_classes(raw, there, roles, schema, positive, faults)
             roles = replace(roles, classes=classes)
     tables = as_datasets(raw, roles, schema, faults)
-    form = schema.columns[split_by].format if split_by in schema.columns else ""
+    form = schema.date_format(split_by)
     sites = []
     for one, read in zip(raw, tables):
         held = None

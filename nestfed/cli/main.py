@@ -14,6 +14,7 @@ import typer
 
 from nestfed.cli.deploy import deploy_app
 from nestfed.cli.study import lr_find_command, predict_command, train_command
+from nestfed.cli.tables import schema_command
 from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, PLUGINS, Algorithm, NestfedError, load_plugins
 from nestfed.report.page import size
 
@@ -34,6 +35,7 @@ app.add_typer(deploy_app, name="deploy")
 app.command("train")(train_command)
 app.command("predict")(predict_command)
 app.command("lr-find")(lr_find_command)
+app.command("schema")(schema_command)
 
 File = Annotated[str, typer.Argument(help="An experiment file, or a name from `nestfed list`.")]
 Overrides = Annotated[

@@ -29,6 +29,7 @@ from nestfed.data.schema import (
     ColumnSpec,
     TableSchema,
     folded,
+    is_number,
     same_spelling,
     spaced,
 )
@@ -248,16 +249,8 @@ def numbers(column: Any, marks: tuple[str, ...] = ()) -> tuple[Array, dict[int, 
 
 def _unmarked(values: Array, marks: tuple[str, ...]) -> Array:
     """Return numbers with NaN in place of those that mark missing values."""
-    codes = [float(m) for m in marks if _is_number(m)]
+    codes = [float(m) for m in marks if is_number(m)]
     return np.where(np.isin(values, codes), np.nan, values) if codes else values
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def as_texts(raw: Raw, name: str, marks: tuple[str, ...] = ()) -> list[str | None]:

@@ -133,7 +133,7 @@ def decide(name: str, seen: Sequence[Seen], faults: Faults) -> tuple[ColumnSpec,
     if any(str(one.column.dtype).startswith(("datetime", "timedelta")) for one in seen):
         return ColumnSpec(DATE), "a date; it counts as the days since 2000-01-01"
     if any(one.declared for one in seen):
-        return _category(seen)
+        return _category(name, seen)
     marks = sorted({text for one in seen for text in one.odd.values() if text.casefold() in MARKS})
     odd = [(one, {i: t for i, t in one.odd.items() if t not in marks}) for one in seen]
     numeric = sum(one.numeric for one in seen)
@@ -148,7 +148,7 @@ def decide(name: str, seen: Sequence[Seen], faults: Faults) -> tuple[ColumnSpec,
     coded = sum(n for t, n in texts_of.items() if _CODE_TEXT.fullmatch(t)) >= 0.9 * strange
     mixed = any(one.numeric and texts for one, texts in odd)
     if numeric and coded and mixed:  # codes among numbers
-        return _category(seen)
+        return _category(name, seen)
     if numeric and not mixed:
         text, number = (next(one.raw.inside for one in seen if bool(one.odd) is kind) for kind in (True, False))
         faults.add(
@@ -158,7 +158,7 @@ def decide(name: str, seen: Sequence[Seen], faults: Faults) -> tuple[ColumnSpec,
         return ColumnSpec(IGNORED), ""
     if any(one.numeric >= len(texts) > 0 for one, texts in odd):
         return ColumnSpec(missing=tuple(marks)), ""  # reading it reports the text among its numbers
-    return _category(seen)
+    return _category(name, seen)
 
 
 def _number(name: str, seen: Sequence[Seen], marks: tuple[str, ...]) -> tuple[ColumnSpec, str]:
@@ -203,7 +203,7 @@ def _words(name: str) -> str:
     return re.sub(r"[\W_]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()
 
 
-def _category(seen: Sequence[Seen]) -> tuple[ColumnSpec, str]:
+def _category(name: str, seen: Sequence[Seen]) -> tuple[ColumnSpec, str]:
     """Return the spec of a column of categories."""
     texts: Counter[str] = Counter()
     marks: set[str] = set()
@@ -214,11 +214,13 @@ def _category(seen: Sequence[Seen]) -> tuple[ColumnSpec, str]:
     rows = texts.total()
     spec = ColumnSpec(CATEGORY, missing=tuple(sorted(marks)))
     note = f"{', '.join(map(repr, spec.missing))} marks missing values" if marks else ""
-    if rows >= FEW_ROWS and (len(texts) == rows or len(texts) > max(MOST_CATEGORIES, rows / 2)):
+    coded = sum(n for t, n in texts.items() if _CODE.fullmatch(t)) >= 0.9 * rows
+    most = len(texts) > max(MOST_CATEGORIES, rows / 2) and (not coded or bool(_ID_NAME.search(_words(name))))
+    if rows >= FEW_ROWS and (most or len(texts) == rows):
         return ColumnSpec(ID), "different in most rows; it is left out as an id or free text"
     if len(texts) <= MOST_CATEGORIES:
         return spec, note
-    if sum(n for t, n in texts.items() if _CODE.fullmatch(t)) >= 0.9 * rows:
+    if coded:
         spec, grouped = replace(spec, prefix=PREFIX), f"{len(texts):,} codes, grouped by their first {PREFIX} letters"
     elif len(texts) > MANY:
         spec, grouped = replace(spec, buckets=BUCKETS), f"{len(texts):,} categories, divided into {BUCKETS} by a hash"

@@ -21,7 +21,7 @@ MOST_BYTES = 4 << 30  # of one user's table, unpacked
 SEPARATORS = (",", ";", "\t", "|")
 SAMPLE = 1 << 16
 """The bytes of a CSV file that show how it is written."""
-_COMMA, _POINT = re.compile(r"[-+]?\d+,\d+"), re.compile(r"[-+]?\d+\.\d+")
+_COMMA = re.compile(r"[-+]?\d+(,\d+)?")
 _PADDED = re.compile(r"0\d+")
 
 
@@ -148,9 +148,7 @@ def _looked_at(path: Path, form: Form) -> tuple[list[str], Form]:
     sep = form.sep or max(SEPARATORS, key=lambda s: (_outside_quotes(header, s), -SEPARATORS.index(s)))
     decimal = form.decimal
     if not decimal:
-        cells = [cell.strip() for line in sample[1:] for cell in _cells(line, sep)]
-        comma, point = (any(map(shape.fullmatch, cells)) for shape in (_COMMA, _POINT))
-        decimal = "," if comma and not point and sep != "," else "."
+        decimal = "," if sep != "," and _writes_commas(sample, sep) else "."
     return sample, Form(sep, decimal, encoding)
 
 
@@ -181,6 +179,16 @@ def _cells(line: str, sep: str) -> list[str]:
 def _padded(sample: Sequence[str], sep: str) -> set[int]:
     """Return the columns with values such as 007: they are codes, and as numbers they would lose their zeros."""
     return {i for line in sample[1:] for i, cell in enumerate(_cells(line, sep)) if _PADDED.fullmatch(cell.strip())}
+
+
+def _writes_commas(sample: Sequence[str], sep: str) -> bool:
+    """Return whether some column has decimals with a comma, and no other values with a digit."""
+    columns: dict[int, list[str]] = {}
+    for line in sample[1:]:
+        for i, cell in enumerate(_cells(line, sep)):
+            if any(c.isdigit() for c in cell):
+                columns.setdefault(i, []).append(cell.strip())
+    return any(any("," in c for c in cells) and all(map(_COMMA.fullmatch, cells)) for cells in columns.values())
 
 
 def _word(sep: str) -> str:

@@ -202,10 +202,10 @@ class TableSchema:
         """Return the [schema] table as it stands in a file, with a note behind each column."""
         tables = self.to_tables()
         columns = tables.pop("columns", {})
-        lines = ["[schema]", *(f"{k} = {_toml(v)}" for k, v in tables.items()), "", "[schema.columns]"]
+        lines = ["[schema]", *(f"{k} = {toml(v)}" for k, v in tables.items()), "", "[schema.columns]"]
         for name, spec in columns.items():
             note = " ".join((notes or {}).get(name, "").split())
-            lines.append(f"{_key(name)} = {_toml(spec)}{'  # ' + note if note else ''}")
+            lines.append(f"{_key(name)} = {toml(spec)}{'  # ' + note if note else ''}")
         return "\n".join(lines) + "\n"
 
 
@@ -248,6 +248,15 @@ def folded(text: str) -> str:
     return spaced(text).casefold()
 
 
+def is_number(text: str) -> bool:
+    """Return whether a text is a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def spaced(text: str) -> str:
     """Return a text without spaces at its ends, and with single ones inside."""
     return " ".join(text.split())
@@ -269,14 +278,14 @@ def _is_day(text: str) -> bool:
     return True
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
     """Return a plain value in TOML, on one line."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(k)} = {toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml(name)

@@ -14,7 +14,7 @@ from nestfed.data.encoding import Sums, differences
 from nestfed.data.faults import PYTHON, Entrance, Faults
 from nestfed.data.readers import Raw
 from nestfed.data.readers import read_table as read_file
-from nestfed.data.schema import EMPTY, TableSchema, same_spelling, spaced
+from nestfed.data.schema import EMPTY, TableSchema, is_number, same_spelling, spaced
 from nestfed.data.split import late
 from nestfed.data.tables import CLASS, Roles, as_datasets
 from nestfed.study.sites import Site
@@ -54,14 +54,12 @@ def read_sites(
       not a feature.
     - `target_kind`: "class", or "number" for regression.
     """
-    paths = [Path(f) for f in files]
-    if not paths:
-        raise NestfedError("There are no files: pass one table for each site, such as sites/*.csv.")
+    if bool(split_by) != bool(test_from):
+        raise NestfedError(
+            "A temporal split needs a column of dates and where its test rows begin: --split-by and --test-from."
+        )
     faults = Faults(entrance)
-    raw = []
-    for name, path in zip(_names(paths), paths):
-        with faults.noting():
-            raw.append(replace(_read(path, schema), site=name))
+    raw = read_raw(files, schema, faults)
     kept = tuple(dict.fromkeys(filter(None, [group, split_by])))
     roles = Roles(target, kept, tuple(drop), kind=target_kind)
     if target_kind == CLASS and (there := [one for one in raw if target in one.columns]):
@@ -80,6 +78,20 @@ def read_sites(
     sums = {f"Site {site.name}": Sums.of(site.x, site.schema) for site in sites}
     notes = (*tables[0].notes, *differences(sums))  # also rejects sites that cannot be put together, before any work
     return Sites(sites, tables[0].classes, tables[0].table, notes)
+
+
+def read_raw(files: Sequence[str | Path], schema: TableSchema, faults: Faults) -> list[Raw]:
+    """Read one table per site as its file shows it; files that cannot be read are among the faults."""
+    paths = [Path(f) for f in files]
+    if not paths:
+        raise NestfedError("There are no files: pass one table for each site, such as sites/*.csv.")
+    raw = []
+    for name, path in zip(_names(paths), paths):
+        with faults.noting():
+            raw.append(replace(_read(path, schema), site=name))
+    if not raw:
+        faults.check()
+    return raw
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -127,7 +139,7 @@ def _with_classes(
     if len(found) < 2 and any(len(one) for one in there):
         only = next(iter(found), "nothing")
         raise NestfedError(f"Target {target!r} is {only!r} in every row of every file: there is nothing to predict.")
-    classes = sorted(found, key=float) if all(map(_is_number, found)) else sorted(found)
+    classes = sorted(found, key=float) if all(map(is_number, found)) else sorted(found)
     if positive:
         if positive not in found:
             raise NestfedError(f"Target {target!r} is never {positive!r}: it is {', '.join(classes)}.")
@@ -142,11 +154,3 @@ def _respelled(raw: Raw, target: str, alike: Mapping[str, str]) -> Raw:
     column = raw.columns[target].map(lambda v: alike.get(spaced(label_of(v)), v) if isinstance(v, str) else v)
     changed = f"Target {target!r}: {', '.join(f'{a!r} as {b!r}' for a, b in alike.items() if a != b)}."
     return replace(raw, columns={**raw.columns, target: column}, notes=(*raw.notes, changed))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from nestfed.cli.model import monitor_command
 from nestfed.core import NestfedError
 from nestfed.data.encoding import Sums
-from nestfed.data.tables import table_of
 from nestfed.metrics import Estimate, ScoreHistogram
 from nestfed.study.model import StudyModel
 from nestfed.study.monitor import (
@@ -33,6 +32,7 @@ from nestfed.study.monitor import (
 )
 from nestfed.study.reference import Reference, ScoreShares, summary_scores
 from nestfed.study.rows import features
+from nestfed.study.sites import gather
 from tests.study.released import released, sites, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::nestfed.study.advice.NestfedWarning")
@@ -42,15 +42,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::nestfed.study.advice.NestfedWar
 def model() -> StudyModel:
     """A model with the statistics of its own training rows and of the scores of others."""
     made = released("auc")
-    tables = [table_of(name, dict(x.items())) for name, (x, _) in sites("died").items()]
-    reference = Reference.of([Sums.of(*one) for one in tables], made.encoding.schema)
+    reference = Reference.of([Sums.of(one.x, one.schema) for one in gather(sites("died"))], made.encoding.schema)
     scores = made.scores(made.inputs(table(rows=2000, seed=77)))
     made = replace(made, reference=reference.with_scores(ScoreShares.of_scores(scores)))
     return replace(made, provenance=replace(made.provenance, metrics={"auroc": Estimate(0.72, 0.69, 0.75)}))
 
 
 def measured(model: StudyModel, frame: pd.DataFrame) -> dict[tuple[str, str], Measure]:
-    values = features(frame, model.encoding.schema)
+    values = features(frame, model.encoding)
     return {(m.column, m.kind): m for m in drift(model, values, model.scores(model.inputs(frame)))}
 
 

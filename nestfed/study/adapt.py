@@ -150,7 +150,7 @@ def choose(
     lost = _left_out(names, np.zeros((len(y), 0)) if x is None else x, logit, y, _folds(y, groups, seed))
     mean = lost.mean(1)
     gap = lost - lost[mean.argmin()]
-    near = gap.mean(1) <= gap.std(1, ddof=1) / np.sqrt(len(y))
+    near = gap.mean(1) <= _errors(gap, groups)
     found = _fitted(names[int(near.argmax())], np.zeros((len(y), 0)) if x is None else x, logit, y)
     hidden = "; networks with hidden layers are only recalibrated" if x is None else ""
     why = f"{found.way.capitalize()}: the first candidate within one standard error of the smallest log-loss{hidden}."
@@ -195,6 +195,14 @@ def _folds(y: np.ndarray, groups: np.ndarray | None, seed: int) -> list[tuple[np
         raise DataError("Comparing candidates needs at least two rows or groups of each class: use way='recalibrate'.")
     kind = StratifiedKFold if groups is None else StratifiedGroupKFold
     return list(kind(folds, shuffle=True, random_state=seed).split(np.zeros(len(y)), y, groups))
+
+
+def _errors(gap: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
+    """Return the standard error of the mean of each line; rows of a group may be alike."""
+    place = np.arange(gap.shape[1]) if groups is None else np.unique(groups, return_inverse=True)[1]
+    centred = gap - gap.mean(1, keepdims=True)
+    by_group = np.stack([np.bincount(place, line) for line in centred])
+    return np.asarray(np.sqrt((by_group**2).sum(1)) / gap.shape[1])
 
 
 def _ids(y: np.ndarray, groups: np.ndarray | None, which: int) -> np.ndarray:

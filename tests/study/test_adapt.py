@@ -119,6 +119,9 @@ def test_persons_are_left_out_together() -> None:
     last = f"coefficients, λ = {RIDGES[-1]:g}"
     assert torn[last] < torn["unchanged"]
     assert whole[last] > whole["unchanged"]
+    gap = np.repeat(rng.normal(size=(1, 60)), 10, axis=1)
+    assert_allclose(module._errors(gap, person), gap.std() / np.sqrt(60))  # as of 60 rows
+    assert_allclose(module._errors(gap, None), gap.std() / np.sqrt(600))
     assert choose(x, np.zeros(600), y, groups=person // 10)[2].startswith("Recalibrated, because only 6 groups")
 
 

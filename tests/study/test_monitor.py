@@ -20,16 +20,8 @@ from nestfed.core import NestfedError
 from nestfed.data.encoding import Sums
 from nestfed.metrics import Estimate, ScoreHistogram
 from nestfed.study.model import StudyModel
-from nestfed.study.monitor import (
-    Measure,
-    auroc,
-    calibration,
-    difference_of_shares,
-    drift,
-    judged,
-    monitor,
-    stability,
-)
+from nestfed.study.monitor import Measure, difference_of_shares, drift, monitor, stability
+from nestfed.study.performance import auroc, calibration, judged
 from nestfed.study.reference import Reference, ScoreShares, summary_scores
 from nestfed.study.rows import features
 from nestfed.study.sites import gather

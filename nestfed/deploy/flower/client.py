@@ -196,8 +196,20 @@ def _hello(site: _Site) -> bytes:
         raise _TroubleError(
             "too-few", f"this site has {rows[TRAINING]} training rows, fewer than its min-cell = {node.min_cell}."
         )
+    if node.min_cell > 1 and _describes_rows(study):
+        raise _TroubleError("single-rows", "the method sends scores of single rows, which min-cell forbids.")
     told = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
     return site.reply({}, site=node.name, rows=told, torch=torch.__version__)
+
+
+def _describes_rows(study: Any) -> bool:
+    """Return whether a method of the study sends numbers of single rows."""
+    from nestfed.experiment.build import method
+
+    if isinstance(study, Custom):
+        return bool(study.make().algorithm.describes_rows)
+    trained = [study.for_method(name) for name in study.methods] if study.is_study else [study]
+    return any(method(one).describes_rows for one in trained)
 
 
 def _answer(site: _Site) -> bytes:

@@ -41,6 +41,8 @@ TROUBLES = {
     "no-plan": "it has no plan yet",
     "diverged": "its numbers became infinite or NaN; see its log",
     "too-few": "it has fewer rows than its min_cell",
+    "single-rows": "the method sends scores of single rows, which its min_cell forbids; choose another method, or agree that "
+    "the site sets min-cell = 0",
     "withdrawn": "it has withdrawn from the study",
     "failed": "it failed; see its log",
 }

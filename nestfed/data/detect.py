@@ -45,6 +45,7 @@ FEW_ROWS = 50
 
 _CODE = re.compile(r"[A-Za-z]{1,3}[-. ]?\d[\w.\-/]*|\d{2,}(\.\d+)?")
 _CODE_TEXT = re.compile(r"[A-Za-z]{1,3}[-. ]?\d[\w.\-/]*|\d+([.\-/]\w*)+[A-Za-z]\w*")
+_PADDED = re.compile(r"0\d+")
 _CODE_NAME = re.compile(
     r"(^|_)(id|code|cd|type|typ|class|category|cat|icd\d*|drg|zip|plz|postcode|ward|dept|department|region|country|race|"
     r"ethnicity|sex|gender|marital|insurance|payer|specialty|status)s?\d*(_|$)"
@@ -67,7 +68,7 @@ class Seen:
     texts: Counter[str] = field(default_factory=Counter)
     """The rows of each text, for columns that are not numbers alone."""
     declared: bool = False
-    """A data frame declares it to be categories."""
+    """A data frame declares it to be categories, or numbers such as 007 show it."""
 
     @property
     def numeric(self) -> int:
@@ -125,7 +126,8 @@ def look(raw: Raw, name: str, marks: tuple[str, ...]) -> Seen:
         return Seen(raw, column, numbers(column, marks)[0], {})
     texts = as_texts(raw, name, marks)  # rejects what is neither a number nor a text
     values, odd = numbers(column, marks)
-    return Seen(raw, column, values, odd, Counter(t for t in texts if t is not None), dtype == "category")
+    padded = any(t is not None and _PADDED.fullmatch(t) for t in texts)
+    return Seen(raw, column, values, odd, Counter(t for t in texts if t is not None), dtype == "category" or padded)
 
 
 def decide(name: str, seen: Sequence[Seen], faults: Faults) -> tuple[ColumnSpec, str]:

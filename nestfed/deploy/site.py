@@ -13,6 +13,7 @@ from torch import Tensor
 from nestfed.core import Metric, NestfedError
 from nestfed.data.encoding import Schema
 from nestfed.data.partition import Summary
+from nestfed.data.schema import TableSchema
 from nestfed.deploy.agree import Agreement
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
 from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
@@ -49,6 +50,7 @@ def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     """Read a site's file and split off its test examples."""
     spec = replace(experiment.data, name="", file=place.file)
     whole, test = load_examples(spec, experiment.schema)
+    _reject_own_groups(experiment.schema, whole.table)
     images = whole.x.dtype == np.uint8
     raw: Callable[[np.ndarray], Tensor] | None = None if images else lambda x: torch.from_numpy(np.array(x))
     form = experiment.schema.date_format(spec.split_by)
@@ -57,6 +59,16 @@ def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     )
     names = ("negative", "positive") if spec.binary or spec.positive else whole.classes
     return SiteExamples(made, () if images else as_table(whole)[1], names)
+
+
+def _reject_own_groups(given: TableSchema, found: TableSchema) -> None:
+    """Reject columns whose categories this site groups by itself, as others might not."""
+    grouped = [k for k, spec in found.columns.items() if (spec.prefix or spec.buckets) and k not in given.columns]
+    if grouped:
+        raise NestfedError(
+            f"The categories of {', '.join(map(repr, grouped))} must be grouped alike at all sites: write [schema] into the "
+            "experiment, which `nestfed schema` drafts at each site and `nestfed schema merge` joins, or drop them."
+        )
 
 
 def raw_rows(experiment: Experiment, place: Place) -> dict[str, Rows]:

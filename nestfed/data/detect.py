@@ -48,7 +48,7 @@ _CODE_TEXT = re.compile(r"[A-Za-z]{1,3}[-. ]?\d[\w.\-/]*|\d+([.\-/]\w*)+[A-Za-z]
 _PADDED = re.compile(r"0\d+")
 _CODE_NAME = re.compile(
     r"(^|_)(id|code|cd|type|typ|class|category|cat|icd\d*|drg|zip|plz|postcode|ward|dept|department|region|country|race|"
-    r"ethnicity|sex|gender|marital|insurance|payer|specialty|status)s?\d*(_|$)"
+    r"ethnicity|sex|gender|marital|insurance|payer|specialty|status)s?\d*(_|$)|(id|code|type|num)$"
 )
 _ID_NAME = re.compile(
     r"(^|_)(id|ids|no|nr|number|num|key|index|idx|mrn|case|row|record|uid|uuid|pid|patient|subject|person)(_|$)"

@@ -162,7 +162,7 @@ def withdraw_(
 ) -> None:
     """Withdraw this site from its study. What it has contributed to the model so far stays in the model."""
     from nestfed.cli.main import echo
-    from nestfed.deploy.site import withdraw
+    from nestfed.deploy.withdraw import withdraw
 
     echo(withdraw(state))
 

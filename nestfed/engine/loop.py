@@ -81,7 +81,7 @@ def rounds(plan: Plan, state: RunState, book: RunDirectory) -> Generator[Work, R
             f"evaluation.keep = 'uniform' must be set from the start, but {book.path} contains a run without it."
         )
     while True:
-        over = state.round >= plan.rounds
+        over = state.round >= plan.rounds or book.stalled()
         due = plan.evaluation.due(state.number, over)
         if due and plan.evaluate is not None and not book.judged(state):
             with book.lap("evaluation"):

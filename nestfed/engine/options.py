@@ -25,11 +25,19 @@ class Evaluation:
     """The point to return: last, uniform (drawn from all averaged iterates) or best (by `metric`)."""
     metric: str | Metric = ""
     """The metric that decides: for keep = "best", for tuning and in tables."""
+    patience: int = 0
+    """End the run after this many evaluations without a better value, with keep = "best"; 0 = run all rounds."""
 
     def __post_init__(self) -> None:
         _whole("evaluation.every", self.every, 1)
         one_of("evaluation.keep", self.keep, ("last", "uniform", "best"))
         _of_type("evaluation.metric", self.metric, (str, Metric), "the name of a metric, or a Metric")
+        _whole("evaluation.patience", self.patience, 0)
+        if self.patience and self.keep != "best":
+            raise NestfedError(
+                f"evaluation.patience = {self.patience} ends a run after its best point, so it needs evaluation.keep = 'best', "
+                f"not {self.keep!r}."
+            )
 
     def due(self, round: int, over: bool) -> bool:
         """Return whether to evaluate after this many rounds."""

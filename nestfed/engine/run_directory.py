@@ -172,6 +172,16 @@ class RunDirectory:
         """Return whether the record already has the metrics of this state."""
         return bool(self.history) and self.history[-1]["round"] == state.number and bool(metrics_of(self.history[-1]))
 
+    def stalled(self) -> bool:
+        """Return whether the last `patience` evaluations brought no better value."""
+        if not self.evaluation.patience:
+            return False
+        metric = metrics.find(self.evaluation.metric)
+        own = [r for r in self.history if r["round"] >= self.before and metrics_of(r)]
+        values = [metric.signed(metrics_of(r).get(metric.name)) for r in own]
+        since = len(values) - 1 - max(range(len(values)), key=values.__getitem__) if values else 0
+        return self.federation.any(since >= self.evaluation.patience)
+
     def judge(self, state: RunState, values: Mapping[str, float]) -> None:
         """Add metrics to the line of a state, and keep its point if it is the best."""
         if taken := [k for k in values if k in COSTS]:

@@ -132,7 +132,7 @@ def _run(
             plot.clients(made.summary, out / "clients.png")
     history = _simulate(experiment, made, out, progress, until, profile, tuning)
     if leads():
-        _finish(experiment, out, history)
+        _finish(experiment, out, history, until)
     return history
 
 
@@ -219,8 +219,9 @@ def _mean_over_clients(made: Assembly, alone: Alone, shared: Fields, private: Fi
     return {k: fmean(values) if values else math.nan for k, values in known.items()}
 
 
-def _finish(experiment: Experiment, out: Path, history: Sequence[Record]) -> None:
-    if history[-1]["round"] >= experiment.run.rounds:
+def _finish(experiment: Experiment, out: Path, history: Sequence[Record], until: int) -> None:
+    last, rounds = history[-1]["round"], experiment.run.rounds
+    if last >= rounds or last < min(rounds, until or rounds):  # `evaluation.patience` has ended the run
         write_atomically(out / "finished.json", json.dumps(history[-1]).encode())
 
 

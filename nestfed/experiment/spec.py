@@ -17,6 +17,7 @@ from nestfed.core import EXPERIMENTS, NestfedError, Power, one_of, unknown, whol
 from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 from nestfed.experiment.prepare import DataSpec, PartitionSpec
+from nestfed.experiment.study import SitesSpec, StudySpec
 from nestfed.metrics import find
 from nestfed.problems import OBJECTIVES
 from nestfed.problems.objective import Objective
@@ -108,6 +109,8 @@ class Experiment:
     evaluation: Evaluation = Evaluation()
     exchange: Exchange = Exchange()
     execution: Execution = Execution()
+    sites: SitesSpec = SitesSpec()
+    study: StudySpec = StudySpec()
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The tables as written, to override them and to record them."""
 
@@ -133,6 +136,11 @@ class Experiment:
             )
 
     @property
+    def is_study(self) -> bool:
+        """Whether the file has a [study] table, so that `nestfed train` and a deployment compare all of its methods."""
+        return "study" in self.source
+
+    @property
     def methods(self) -> dict[str, Mapping[str, Any]]:
         """The [methods.NAME] tables: changes to the rest of the file, and settings to `tune`."""
         return dict(self.source.get("methods", {}))
@@ -149,6 +157,11 @@ class Experiment:
         }  # fmt: skip
         if not self.warm_up.rounds:
             del settings["warm_up"]
+        del settings["sites"]  # where the tables are
+        if self.is_study:
+            settings["methods"] = copy.deepcopy(self.methods)
+        else:
+            del settings["study"]
         return settings
 
     def digest(self) -> str:
@@ -322,6 +335,8 @@ _SECTIONS: dict[str, type] = {
     "evaluation": Evaluation,
     "exchange": Exchange,
     "execution": Execution,
+    "sites": SitesSpec,
+    "study": StudySpec,
 }
 _OF_WARM_UP = {name: _SECTIONS[name] for name in ("algorithm", "server", "problem")}
 """The tables inside [warm_up]."""
@@ -452,10 +467,9 @@ def _section(section: str, cls: type, table: Any) -> Any:
         name = table.get("name", cls().name)
         if not isinstance(name, str):
             raise _SettingError(section, "name", f"{section}.name must be text, not {name!r}.")
-        try:
-            return cls(name, rest)
-        except NestfedError as error:
-            raise _SettingError(section, "", str(error)) from error
+        return _made(section, cls, name, rest)
+    if cls is SitesSpec:
+        return _made(section, cls, dict(table))
     if cls is Objective:
         return _objective(section, table)
     if cls is TableSchema:
@@ -473,6 +487,13 @@ def _section(section: str, cls: type, table: Any) -> Any:
     except NestfedError as error:  # raised by the table's own checks
         key = next((k for k in values if f"{section}.{k}" in str(error)), "")
         raise _SettingError(section, key, str(error)) from error
+
+
+def _made(section: str, cls: type, *values: Any) -> Any:
+    try:
+        return cls(*values)
+    except NestfedError as error:
+        raise _SettingError(section, "", str(error)) from error
 
 
 def _values(section: str, table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

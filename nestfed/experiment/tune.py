@@ -357,6 +357,8 @@ def _open(
     seeds: int,
 ) -> _Search:
     """Open or resume a method's study, with all its trials drawn."""
+    if variant.evaluation.patience:
+        raise NestfedError("Tuning stops the worse half of the trials by its own rule: set evaluation.patience = 0.")
     space = search_space(experiment, method)
     count = number(space, trials)
     rungs = pauses(variant.run.rounds, variant.evaluation.every, variant.warm_up.rounds) if stopping else []

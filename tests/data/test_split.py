@@ -183,6 +183,44 @@ def test_a_study_and_an_experiment_divide_alike(stays: list[Path], tmp_path: Pat
         assert list(made.names) == ["b"]
 
 
+def test_a_site_may_lack_a_side_but_a_study_may_not(stays: list[Path]) -> None:
+    from nestfed.experiment.site import divided, own_tables
+    from nestfed.experiment.spec import from_tables
+
+    study = from_tables(
+        {"data": {"target": "y", "classes": ["0", "1"], "group": "person"}, "problem": {"name": "auroc"}}
+    )
+    tables = own_tables(study, {path.stem: path for path in stays})
+    one = tables["a"].take(tables["a"].columns["person"] == tables["a"].columns["person"][0])
+    parts = divided(study, one, site="a").prepared
+    assert sorted((len(parts.test.y), len(parts.y))) == [0, len(one)]
+    everyone = {name: divided(study, table, site=name).prepared for name, table in tables.items()}
+    rest, test = apart([Site(n, t.x, t.y, group=t.columns["person"]) for n, t in tables.items()], 0.25, 0, TEST)
+    assert [len(made.test.y) for made in everyone.values()] == [len(site) for site in test]
+    assert [len(made.y) for made in everyone.values()] == [len(site) for site in rest]
+    with pytest.raises(NestfedError, match=r"leaves no (test|training) rows"):
+        prepare(DataSpec(file=str(stays[0]), target="y", group="person", test=1e-9), PartitionSpec("pooled"), 0)
+
+
+def test_tables_of_all_sites_are_read_together(tmp_path: Path) -> None:
+    """A code that is a number at one site is a category because it is one elsewhere; all problems are in one list."""
+    from nestfed.experiment.site import own_tables
+    from nestfed.experiment.spec import from_tables
+
+    study = from_tables({"data": {"target": "y", "classes": ["0", "1"]}})
+    pd.DataFrame({"code": ["250", "V57"] * 9, "y": [0, 1] * 9}).to_csv(tmp_path / "a.csv", index=False)
+    pd.DataFrame({"code": ["250", "401"] * 9, "y": [0, 1] * 9}).to_csv(tmp_path / "b.csv", index=False)
+    files = {name: tmp_path / f"{name}.csv" for name in "ab"}
+    assert [table.features for table in own_tables(study, files).values()] == [
+        ("code=250", "code=V57"),
+        ("code=250", "code=401"),
+    ]
+    for path in files.values():
+        pd.read_csv(path).assign(y=7).to_csv(path, index=False)
+    with pytest.raises(NestfedError, match=r"2 problems:\n- Target 'y' of .*a\.csv holds '7'.*\n- .*b\.csv holds '7'"):
+        own_tables(study, files)
+
+
 def test_split_settings_that_contradict_each_other() -> None:
     for wrong in ({"split_by": "a"}, {"test_from": "2020"}, {"split_by": "a", "test_from": "2020", "leave_out": "b"}):
         with pytest.raises(NestfedError, match=r"data\.(split_by|leave_out)"):

@@ -19,8 +19,8 @@ from nestfed.core import NestfedError
 from nestfed.deploy.discloses import discloses, page
 from nestfed.deploy.flower import roster
 from nestfed.deploy.flower.messages import read_plan
-from nestfed.deploy.site import withdraw
 from nestfed.deploy.wire import pack
+from nestfed.deploy.withdraw import withdraw
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.spec import Experiment, from_tables
 from nestfed.queries.base import as_text
@@ -118,6 +118,20 @@ def test_no_small_cell_leaves_a_site(tmp_path: Path) -> None:
     plan, _ = read_plan(careful / "run" / "plan.safetensors")  # type: ignore[misc]
     assert plan.encoding.features == ("age", "weight", "ward=a", "ward=b")
     assert read_record(careful / "run" / "record.jsonl")[-1]["auroc"] > 0.7
+
+
+def test_a_site_with_a_rule_sends_no_numbers_of_single_rows(tmp_path: Path) -> None:
+    """FedXL's contributions are scores of single rows with their classes; they once left sites whatever their min-cell."""
+    experiment = from_tables(
+        {
+            **study(algorithm={"name": "fedxl1", "eta": 0.1, "passive": 0}).source,
+            "problem": {"name": "paired-auroc", "first": 4, "second": 4},
+        }
+    )
+    grid = at_clinics(tmp_path, experiment, min_cell=10)
+    with pytest.raises(NestfedError, match="scores of single rows, which its min_cell forbids"):
+        coordinate(experiment, tmp_path, grid, sites=5)
+    assert not any(k.startswith("gathered.") for _, _, reply in grid.messages for k in arrays_of(reply))
 
 
 def test_a_site_with_too_few_rows_does_not_take_part(tmp_path: Path) -> None:

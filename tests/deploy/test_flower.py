@@ -24,7 +24,6 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from nestfed.core import Clients, NestfedError
-from nestfed.deploy.agree import Agreement
 from nestfed.deploy.flower import Custom, client_app, roster, server
 from nestfed.deploy.flower.mailbox import content_of
 from nestfed.deploy.flower.messages import read_plan, stamp_of
@@ -36,6 +35,7 @@ from nestfed.experiment.build import Assembly
 from nestfed.experiment.run import claim
 from nestfed.experiment.spec import Experiment, RunSpec, from_tables
 from nestfed.queries import SCORES
+from nestfed.queries.agreement import Agreement
 from tests.flower import (
     LocalGrid,
     arrays_of,
@@ -866,7 +866,7 @@ def hospitals(tmp_path: Path, algorithm: dict[str, Any], problem: str, **section
 def test_scaling_comes_from_sums(tmp_path: Path) -> None:
     """Counts, sums and squared differences make the plan that the pooled rows would have made."""
     from nestfed.data.encoding import encode
-    from nestfed.deploy.site import Place, at_site, own_examples
+    from nestfed.experiment.site import Place, at_site, own_examples
 
     grid, experiment = hospitals(tmp_path, {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, "auroc")
     plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
@@ -901,7 +901,7 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
 @pytest.mark.parametrize("problem", ["auroc", "auprc"])
 def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> None:
     from nestfed.data.clients import Balanced, Pairs
-    from nestfed.deploy.site import Place, at_coordinator, own_examples
+    from nestfed.experiment.site import Place, at_coordinator, own_examples
 
     algorithm: dict[str, Any] = (
         {"name": "fmgda", "c_hat": 0.1, "c": 0.1}

@@ -24,7 +24,7 @@ from nestfed.algorithms import METHODS, FedAdam, FedAMS, FedAvg, FedYogi, Scaffo
 from nestfed.core import Batch, Metric, NestfedError
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
-from nestfed.engine.options import Exchange
+from nestfed.engine.options import Evaluation, Exchange
 from nestfed.engine.program import Span, batch_keys
 from nestfed.engine.record import read as read_record
 from nestfed.engine.round import RunState
@@ -533,3 +533,19 @@ def test_profile() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(result.x, simulate(problem, Scaffold(0.1), clients, rounds=2, **{**OPTIONS, "workers": 2}).x)
+
+
+def test_patience_ends_a_run_after_its_best_point_and_resumes_as_ended(tmp_path: Path) -> None:
+    """The metric is best after round 2; with patience 3 rounds 3, 4 and 5 are worse, and the run ends after round 6."""
+    s, made = setting("fedavg"), method("fedavg")
+    target = simulate(s.problem, made, s.clients, rounds=2, **OPTIONS).x
+    options = OPTIONS | {"evaluate": lambda x: {"log_loss": float((x - target).norm())}, "every": 1}
+    options |= {"keep": "best", "metric": "log_loss", "patience": 3, "directory": tmp_path}
+    ended = simulate(s.problem, made, s.clients, rounds=50, **options)
+    assert ended.history[-1]["round"] == 6
+    assert torch.equal(ended.x, target)
+    again = simulate(s.problem, made, s.clients, rounds=50, **options)
+    assert columns(again.history) == columns(ended.history)
+    assert torch.equal(again.x, target)
+    with pytest.raises(NestfedError, match=r"evaluation\.patience = 3 .* needs evaluation\.keep = 'best'"):
+        Evaluation(patience=3)

@@ -30,8 +30,8 @@ from nestfed import (
 )
 from nestfed.core import DATASETS
 from nestfed.data.sources import Dataset, Source, Split
-from nestfed.deploy.site import Agreement, at_coordinator
 from nestfed.experiment.run import run
+from nestfed.experiment.site import Agreement, at_coordinator
 from nestfed.experiment.spec import from_tables
 from nestfed.metrics import auroc, average_precision, judge
 from nestfed.problems.multilabel import MultiLabelAPOptions

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from nestfed import FederatedAUC
 from nestfed.core import NestfedError
-from nestfed.deploy import site as deployed
-from nestfed.deploy.agree import Agreement, Rules, agree
 from nestfed.experiment import prepare as preparing
+from nestfed.experiment import site as deployed
 from nestfed.experiment.prepare import DataSpec, PartitionSpec, prepare
 from nestfed.experiment.spec import from_tables
 from nestfed.queries import answered
+from nestfed.queries.agreement import Agreement, Rules, agree
 from nestfed.study import export, train
 from nestfed.study.predict import predict
 from nestfed.study.tables import read_sites
@@ -106,6 +106,7 @@ def of_deployment(tables: dict[str, Path]) -> tuple[Agreement, Tensor]:
 def every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set nothing aside, so that every entrance trains on the same rows."""
     monkeypatch.setattr(preparing, "_aside", lambda data, whole, strata, rows, *rest, **more: (rows, rows[:0]))
+    monkeypatch.setattr(preparing, "_reject_empty", lambda *args, **more: None)
     monkeypatch.setattr(train, "apart", lambda sites, *rest: (list(sites), list(sites)))
     monkeypatch.setitem(train.KINDS, "auroc", Watched)  # type: ignore[call-overload]
 

@@ -184,8 +184,8 @@ def flower_plan(path: Path) -> Any:
 
 def plan_seed() -> bytes:
     pytest.importorskip("nestfed.deploy.flower", reason="deployment is an extra")
-    from nestfed.deploy.agree import Agreement
     from nestfed.deploy.wire import pack
+    from nestfed.queries.agreement import Agreement
 
     words, _ = Agreement(3, (2,), ("0", "1"), 0.5).packed()
     arrays = {"mean": np.zeros(2), "deviation": np.ones(2), "gaps": np.zeros(2, np.uint8)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from torch import Tensor
 
 from nestfed.algorithms.buffered import with_buffers
 from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
-from nestfed.deploy.agree import Agreement
 from nestfed.deploy.discloses import questions_in
 from nestfed.deploy.flower.gate import FIELDS, GATHERED
 from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.mailbox import block_of, content_of
 from nestfed.deploy.flower.messages import (
+    PARAMETERS,
     PLAN,
     TABLES,
     Custom,
@@ -39,10 +40,12 @@ from nestfed.engine.probe import first_batch
 from nestfed.engine.program import span_from
 from nestfed.engine.round import Order, Reply, Upload
 from nestfed.engine.store import LostStateError, Versions, private_fields
+from nestfed.experiment.study import FINAL, Training
 from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
+from nestfed.queries.agreement import Agreement
 
 if TYPE_CHECKING:
-    from nestfed.deploy.site import Place
+    from nestfed.experiment.site import Place
 
 LOG = logging.getLogger(__name__)
 MIN_CELL = 10
@@ -63,7 +66,7 @@ class _Node:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> _Node:
-        from nestfed.deploy.site import Place
+        from nestfed.experiment.site import Place
 
         known = ("client", "site", "data", "state", "experiment", "threads", "min-cell")
         if wrong := [k for k in config if k not in known]:
@@ -171,7 +174,7 @@ def _site(study: Any, message: Message, context: Context) -> _Site:
         raise _TroubleError(
             "another-experiment", f"this site takes part in experiment {node.pinned}, not in {study.digest()}."
         )
-    from nestfed.deploy.site import WITHDRAWN  # not at the top: it imports all of training
+    from nestfed.deploy.withdraw import WITHDRAWN  # not at the top: it imports all of training
 
     if (node.state / WITHDRAWN).exists():
         raise _TroubleError(
@@ -181,7 +184,7 @@ def _site(study: Any, message: Message, context: Context) -> _Site:
 
 
 def _hello(site: _Site) -> bytes:
-    from nestfed.deploy.site import raw_rows
+    from nestfed.experiment.site import raw_rows
 
     study, node = site.study, site.node
     rows = dict.fromkeys(PARTS, 0)
@@ -193,53 +196,88 @@ def _hello(site: _Site) -> bytes:
         raise _TroubleError(
             "too-few", f"this site has {rows[TRAINING]} training rows, fewer than its min-cell = {node.min_cell}."
         )
+    if node.min_cell > 1 and _describes_rows(study):
+        raise _TroubleError("single-rows", "the method sends scores of single rows, which min-cell forbids.")
     told = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
     return site.reply({}, site=node.name, rows=told, torch=torch.__version__)
+
+
+def _describes_rows(study: Any) -> bool:
+    """Return whether a method of the study sends numbers of single rows."""
+    from nestfed.experiment.build import method
+
+    if isinstance(study, Custom):
+        return bool(study.make().algorithm.describes_rows)
+    trained = [study.for_method(name) for name in study.methods] if study.is_study else [study]
+    return any(method(one).describes_rows for one in trained)
 
 
 def _answer(site: _Site) -> bytes:
     """Answer the questions of a message, and train if it is an order to."""
     asked = questions_of(site.words["questions"], site.arrays)
-    if "round" not in site.words:
-        from nestfed.deploy.site import raw_rows
-
-        parts = {} if isinstance(site.study, Custom) else raw_rows(site.study, site.node.place)
-        found = _answers(site, asked, parts, None)
-        return site.reply(found[1], answered=found[0])
-    return _work(site, asked)
+    if "round" in site.words:
+        return _work(site, asked)
+    answers = _answers(site, asked, _rows(site), site.arrays.get(PARAMETERS))
+    return site.reply(answers[1], answered=answers[0])
 
 
-def _answers(
-    site: _Site, asked: Sequence[Question], parts: Mapping[str, Rows], x: Tensor | None
-) -> tuple[list[str], dict[str, Any]]:
-    """Return the keys of the questions that the site answers, and the arrays of the answers."""
-    known = questions_in(site.study)
-    if wrong := [one.query.name for one in asked if one.query.name not in known]:
-        raise NestfedError(f"The coordinator asks {wrong[0]!r}, which this study does not need.")
-    model = None if x is None else x.numpy()
-    found = answered(asked, parts, site.node.min_cell, model)
-    for key in found:
-        LOG.info("answering %s", key)
-    return list(found), {f"{key}.{k}": v for key, reply in found.items() for k, v in reply.items()}
+def _rows(site: _Site) -> Mapping[str, Rows]:
+    """Return the rows that a question outside rounds is about: of the table, or as model inputs."""
+    from nestfed.experiment.site import Network, inputs_at, raw_rows
+
+    study, place = site.study, site.node.place
+    if isinstance(study, Custom):
+        return {}
+    if "final" in site.words:
+        agreement, _ = _agreed(site)
+        return inputs_at(
+            study, place, site.node.name, agreement, Network.of(study, agreement), bool(site.words["final"])
+        )
+    return raw_rows(study.with_overrides(FINAL) if study.is_study else study, place)
 
 
-def _work(site: _Site, asked: Sequence[Question]) -> bytes:
-    from nestfed.deploy.site import Made, at_site
-
-    study, node, words = site.study, site.node, site.words
-    run, exchange, execution = study.run, study.exchange, study.execution
+def _agreed(site: _Site) -> tuple[Agreement, Path]:
+    """Return what the sites have agreed on, and the folder of the run at this site."""
+    words = site.words
     token = str(words["token"])
     if not re.fullmatch(r"[0-9a-f]{16}", token):
         raise NestfedError("The order has no valid token.")
-    folder = node.state / token
+    folder = site.node.state / token
     if "plan" in words:
         scaling = {k.removeprefix(PLAN): v for k, v in site.arrays.items() if k.startswith(PLAN)}
         write_plan(folder / "plan.safetensors", Agreement.unpacked(words["plan"], scaling), token)
     found = read_plan(folder / "plan.safetensors")
     if found is None:
         raise _TroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
+    return found[0], folder
+
+
+def _answers(
+    site: _Site, asked: Sequence[Question], parts: Mapping[str, Rows], x: np.ndarray | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the keys of the questions that the site answers, and the arrays of the answers."""
+    known = questions_in(site.study)
+    if wrong := [one.query.name for one in asked if one.query.name not in known]:
+        raise NestfedError(f"The coordinator asks {wrong[0]!r}, which this study does not need.")
+    found = answered(asked, parts, site.node.min_cell, x)
+    for key in found:
+        LOG.info("answering %s", key)
+    return list(found), {f"{key}.{k}": v for key, reply in found.items() for k, v in reply.items()}
+
+
+def _work(site: _Site, asked: Sequence[Question]) -> bytes:
+    from nestfed.experiment.site import Made, at_site
+
+    study, node, words = site.study, site.node, site.words
+    agreement, folder = _agreed(site)
+    name = ""
+    if "training" in words:
+        training = Training.from_json(words["training"])
+        study, name = training.experiment(study), f" {training.name}"
+        folder /= hashlib.sha256(training.name.encode()).hexdigest()[:12]
+    run, exchange, execution = study.run, study.exchange, study.execution
     n = node.place.n
-    made = Made(study.make(), lambda part: None) if isinstance(study, Custom) else at_site(study, node.place, found[0])
+    made = Made(study.make(), lambda part: None) if isinstance(study, Custom) else at_site(study, node.place, agreement)
     problem = made.assembly.problem
     method = with_buffers(problem, made.assembly.algorithm, study.evaluation.keep)
     clients = as_clients(made.assembly.clients).seeded(run.seed)
@@ -252,13 +290,12 @@ def _work(site: _Site, asked: Sequence[Question]) -> bytes:
     if asked:
         parts = {one.part: rows for one in asked if (rows := made.rows(one.part)) is not None}
         with torch.no_grad():
-            said["answered"], arrays = _answers(site, asked, parts, method.solution(shared, {}))
+            said["answered"], arrays = _answers(site, asked, parts, method.solution(shared, {}).numpy())
     if words["train"]:
         problem.inspect(first_batch(problem, clients, run.seed, n))  # it may draw random numbers
         template = method.init(problem, problem.x0)
-        store = Versions(
-            folder, f"{study.digest()} {token} client {n}", private_fields(method, template, exchange.encoding)
-        )
+        identity = f"{site.study.digest()} {words['token']}{name} client {n}"
+        store = Versions(folder, identity, private_fields(method, template, exchange.encoding))
         precision = torch.bfloat16 if execution.precision == "bf16" else None
         local = Local(
             problem, method, clients, store, run.seed, exchange, precision=precision, pieces=execution.accumulate,

@@ -11,17 +11,21 @@ from functools import partial
 from logging import INFO
 from typing import Any, Protocol
 
+import numpy as np
+
 from nestfed.core import DivergedError, Fields, NestfedError
-from nestfed.deploy.agree import Agreement
 from nestfed.deploy.flower.gate import Gate, answer_slots, answers_of, inside, most_bytes
 from nestfed.deploy.flower.mailbox import ASK, HELLO, TRAIN, Answer
-from nestfed.deploy.flower.messages import PLAN, TABLES, broadcast, questions_packed, stamp_of
+from nestfed.deploy.flower.messages import PARAMETERS, PLAN, TABLES, broadcast, questions_packed, stamp_of
 from nestfed.deploy.flower.roster import POLL, Roster, TroubleError
 from nestfed.deploy.wire import Packed, RejectedError, numbers, pack
 from nestfed.engine.options import Exchange
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
-from nestfed.queries import TRAINING, Answers, Arrays, Query, Question
+from nestfed.experiment.spec import Experiment
+from nestfed.experiment.study import Training
+from nestfed.queries import TRAINING, VALIDATION, Answers, Arrays, Query, Question
+from nestfed.queries.agreement import Agreement
 
 
 class InOrder:
@@ -86,15 +90,34 @@ class Flower:
         self.roster, self.exchange = roster, exchange
         self.asked = 0
         """How many times questions were asked besides rounds."""
-
-    def prepare(self, plan: Agreement, token: str, method: AnyAlgorithm) -> None:
-        """Set what rounds need and the sites had to agree on first."""
-        self.plan, self.token, self.method = plan, token, method
+        self.training: Training | None = None
+        """What the sites train, if the study has several trainings."""
         self.weight: Callable[[int], float] | None = None
         if self.exchange.weights == "examples":
-            self.weight = lambda n: float(self.roster.rows[n][TRAINING])
+            self.weight = lambda n: float(self.rows(n)[TRAINING])
+
+    def agreed(self, plan: Agreement, token: str) -> None:
+        """Set what the sites have agreed on, and the name of the run."""
+        self.plan, self.token = plan, token
         self.planned: set[int] = set()
         """Nodes that have the plan."""
+
+    def prepare(self, method: AnyAlgorithm, exchange: Exchange, training: Training | None = None) -> None:
+        """Set what the next rounds train."""
+        self.method, self.exchange, self.training = method, exchange, training
+
+    @property
+    def several(self) -> bool:
+        """Whether the study has several trainings, whose last ones use the validation rows too."""
+        study = self.roster.study
+        return isinstance(study, Experiment) and study.is_study
+
+    def rows(self, n: int, final: bool | None = None) -> Mapping[str, int]:
+        """Return the rows of each part that site n declared, by the division that a question or a training uses."""
+        declared = self.roster.rows[n]
+        if final is None:
+            final = self.training is not None and self.training.final
+        return {**declared, TRAINING: declared[TRAINING] + declared[VALIDATION], VALIDATION: 0} if final else declared
 
     # -- the methods of a federation
 
@@ -124,14 +147,28 @@ class Flower:
         one = Question(query, part, arguments)
         return {n: found[one.key] for n, found in self.ask_all([one]).items() if one.key in found}
 
-    def ask_all(self, questions: Sequence[Question]) -> dict[int, Answers]:
-        """Ask all connected sites several questions in one message."""
+    def ask_all(
+        self, questions: Sequence[Question], *, final: bool | None = None, x: np.ndarray | None = None
+    ) -> dict[int, Answers]:
+        """Ask all connected sites several questions in one message.
+
+        - `final`: ask about model inputs, in the division of rows of a study's last trainings or of its trials; None = about
+          the tables themselves, before the sites have agreed.
+        - `x`: the network's parameters, for questions about scores.
+        """
         self.asked += 1
         self.roster.poll(at_once=True)
-        job = Asking(self, tuple(questions), f"question-{self.asked}", sorted(self.roster.nodes()))
+        job = Asking(self, tuple(questions), f"question-{self.asked}", sorted(self.roster.nodes()), final, x)
         self._fetch(job, min(self.roster.setup.least, len(job.required)))
         self._count_bytes(0)
         return {n: job.answers[n] for n in sorted(job.answers)}
+
+    def with_plan(self, node: int, words: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Add the plan to a message, for a node that may lack it."""
+        words["token"] = self.token
+        if node not in self.planned:
+            words["plan"], scaling = self.plan.packed()
+            arrays |= {f"{PLAN}{k}": v for k, v in scaling.items()}
 
     def own(self) -> Fields:
         """Return nothing: private fields stay at the sites."""
@@ -282,6 +319,8 @@ class Asking:
     questions: tuple[Question, ...]
     group: str
     required: Sequence[int]
+    final: bool | None = None
+    x: np.ndarray | None = None
     answers: dict[int, Answers] = field(default_factory=dict)
     welcome: Sequence[int] = ()
 
@@ -289,6 +328,8 @@ class Asking:
         self.label = f"questions {', '.join(one.key for one in self.questions)}"
         self.failed: set[int] = set()
         words, self.arrays = questions_packed(self.questions)
+        if self.x is not None:
+            self.arrays[PARAMETERS] = np.asarray(self.x, np.float64)
         self.words = stamp_of(self.flower.roster.study, group=self.group, questions=words)
 
     def done(self, n: int) -> bool:
@@ -301,13 +342,20 @@ class Asking:
 
     def send(self, n: int, node: int) -> None:
         """Send client n the questions."""
-        self.flower.roster.ask(node, ASK, pack(self.words, self.arrays), self.group, most_bytes(self.questions))
+        words, arrays = dict(self.words), dict(self.arrays)
+        if self.final is not None:
+            words["final"] = self.final
+            self.flower.with_plan(node, words, arrays)
+        self.flower.roster.ask(node, ASK, pack(words, arrays), self.group, most_bytes(self.questions))
 
     def take(self, n: int, packed: Packed) -> None:
         """Check an answer and keep it; a site whose answer is invalid is not asked again."""
         self.failed.add(n)
         arrays = packed.arrays(answer_slots(packed, self.questions))
-        self.answers[n] = answers_of(packed, arrays, self.questions, self.flower.roster.rows[n])
+        rows = self.flower.rows(n, self.flower.several if self.final is None else self.final)
+        self.answers[n] = answers_of(packed, arrays, self.questions, rows)
+        if self.final is not None:
+            self.flower.planned.add(self.flower.roster.nodes().get(n, 0))
 
     def trouble(self, n: int, error: TroubleError) -> bool:
         """Do not ask a site again that failed."""
@@ -359,15 +407,15 @@ class Round:
         """Send client n the order, with the plan if it may lack it."""
         flower, order, train = self.flower, self.order, n in self.training
         words = stamp_of(
-            flower.roster.study, group=self.group, token=flower.token, round=order.round, t=order.span.start,
+            flower.roster.study, group=self.group, round=order.round, t=order.span.start,
             seen=self.seen.get(n, -1), tap=order.tap if order.tapped else -1, questions=self.words, train=train,
         )  # fmt: skip
+        if flower.training is not None:
+            words["training"] = flower.training.to_json()
         arrays = {**self.shared, **self.asked_arrays}
         if train and order.tables:
             arrays |= numbers(order.tables, TABLES)
-        if node not in flower.planned:
-            words["plan"], scaling = flower.plan.packed()
-            arrays |= {f"{PLAN}{k}": v for k, v in scaling.items()}
+        flower.with_plan(node, words, arrays)
         most = most_bytes(order.questions) + (self.gate.most_bytes() if train else 0)
         flower.roster.ask(node, TRAIN if train else ASK, pack(words, arrays), self.group, most)
         self.reply.downloads += train
@@ -378,7 +426,7 @@ class Round:
         train = n in self.training
         slots = answer_slots(packed, questions) | (self.gate.slots() if train else {})
         arrays = packed.arrays(slots)
-        answers = answers_of(packed, arrays, questions, flower.roster.rows[n])
+        answers = answers_of(packed, arrays, questions, flower.rows(n))
         if train:
             if flower.weight is not None and not flower.weight(n):
                 raise RejectedError("exchange.weights = 'examples', but it counts no examples; set weights to 'equal'.")

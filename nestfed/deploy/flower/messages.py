@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from nestfed.core import Fields, NestfedError, __version__
-from nestfed.deploy.agree import Agreement
 from nestfed.deploy.app import reject_warm_up
 from nestfed.deploy.wire import RejectedError, numbers, pack, tensors, unpack
 from nestfed.engine.encode import Encoding, squeeze
 from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.files import write_atomically
 from nestfed.queries import QUERIES, Question
+from nestfed.queries.agreement import Agreement
 
 if TYPE_CHECKING:
     from nestfed.experiment.build import Assembly
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROTOCOL = 4
 """Increased when messages change."""
 
-SHARED, TABLES, PLAN, QUESTION = "shared.", "tables.", "plan.", "question."
+SHARED, TABLES, PLAN, QUESTION, PARAMETERS = "shared.", "tables.", "plan.", "question.", "parameters"
 """How the names of a message's arrays begin."""
 
 TROUBLES = {
@@ -41,6 +41,8 @@ TROUBLES = {
     "no-plan": "it has no plan yet",
     "diverged": "its numbers became infinite or NaN; see its log",
     "too-few": "it has fewer rows than its min_cell",
+    "single-rows": "the method sends scores of single rows, which its min_cell forbids; choose another method, or agree that "
+    "the site sets min-cell = 0",
     "withdrawn": "it has withdrawn from the study",
     "failed": "it failed; see its log",
 }

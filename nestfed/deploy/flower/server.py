@@ -10,28 +10,23 @@ from functools import partial
 from logging import INFO
 from typing import Any
 
-import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from nestfed.algorithms.buffered import BUFFERS, with_buffers
-from nestfed.core import NestfedError, refuse_mismatch
-from nestfed.deploy import agree
-from nestfed.deploy.agree import Agreement
+from nestfed.core import NestfedError
 from nestfed.deploy.flower.federation import Flower
 from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.messages import Custom, read_plan, study_of, write_plan
 from nestfed.deploy.flower.roster import Roster, Setup
-from nestfed.deploy.site import at_coordinator, evaluation_questions, metrics_of
-from nestfed.engine import loop
-from nestfed.engine.privacy import Noise
-from nestfed.engine.round import Rules, RunState
-from nestfed.engine.run_directory import RunDirectory
-from nestfed.experiment.build import Assembly
+from nestfed.deploy.flower.study import Deployed
+from nestfed.deploy.flower.training import train
 from nestfed.experiment.run import claim
 from nestfed.files import locked, write_atomically, write_model
 from nestfed.problems.objective import Labelled
 from nestfed.queries import TRAINING, VALIDATION
+from nestfed.queries import agreement as agree
+from nestfed.queries.agreement import Agreement
+from nestfed.study.conduct import conduct
 
 PREDECESSOR = 60.0
 """Seconds to wait for the directory's lock. The ServerApp of a killed SuperLink needs about ten to end."""
@@ -57,50 +52,17 @@ class Coordinator:
                 raise
 
     def _run(self) -> None:
-        study, setup = self.study, self.setup
+        study, out = self.study, self.setup.out
         flower = Flower(self.roster, study.exchange)
-        plan, token = self.plan(flower)
-        made = study.make() if isinstance(study, Custom) else at_coordinator(study, plan)
-        sites_evaluate = not isinstance(study, Custom) and isinstance(study.problem, Labelled)
-        problem, exchange = made.problem, study.exchange
-        method = with_buffers(problem, made.algorithm, study.evaluation.keep)
-        _check(problem, method, study, setup.sites)
-        flower.prepare(plan, token, method)
-        noise = Noise.plan(exchange, setup.sites)
-        if noise:
-            # Every site knows the seed and so who takes part: sampling does not amplify privacy.
-            statement = replace(noise, rate=1.0).statement(study.run.rounds, method.shared)
-            write_atomically(setup.out / "privacy.txt", f"{statement}\n".encode())
-            self.roster.log(statement, INFO)
-        evaluation = study.evaluation
-        if evaluation.keep == "best":
-            evaluation = replace(evaluation, metric=f"val_{evaluation.metric or made.metric}")
-
-        def judge(state: RunState) -> Mapping[str, float]:
-            with torch.no_grad():
-                found = made.evaluate(problem.bind(method.solution(state.shared, {})))
-            return {k: float(v) for k, v in found.items()}
-
-        questions = evaluation_questions(study, plan) if sites_evaluate else ()
-        pool = partial(metrics_of, study, plan, made.metric) if sites_evaluate else None
-        weights = None
-        if flower.weight is not None:
-            weights = lambda: sum(float(rows[TRAINING]) for rows in self.roster.rows.values())  # noqa: E731
-        rules = Rules(problem, method, exchange, setup.sites, noise, None, weights)
-        run = loop.Plan(
-            rules, study.run.rounds, study.run.q, study.run.seed, evaluation, None if sites_evaluate else judge,
-            questions, pool,
-        )  # fmt: skip
-        # A site keeps only a few versions of its private fields, so write a checkpoint every round.
-        book = RunDirectory(
-            setup.out, f"{study.digest()} {token}", flower, method=method, rounds=study.run.rounds,
-            evaluation=evaluation, checkpoint_every=1, warn=self.roster.note,
-        )  # fmt: skip
-        state = RunState.start(method, method.init(problem, problem.x0), setup.sites)
-        state = book.resume(state, torch.device("cpu"), grow=True)
-        with book, torch.no_grad():
-            loop.drive(run, state, flower, book)
-        self._finish(made, state.outcome(method.solution(state.shared, {}), evaluation.keep), book)
+        flower.agreed(*self.plan(flower))
+        if flower.several:
+            conduct(study, Deployed(flower, study, out / "trainings"), partial(self.roster.log, level=INFO))
+            last: Mapping[str, Any] = {}
+        else:
+            done = train(flower, study, out)
+            write_model(out / "model.safetensors", done.made.problem.module(done.x), done.x)
+            last = done.history[-1]
+        write_atomically(out / "finished.json", json.dumps(last).encode())
 
     # -- before the first round
 
@@ -156,29 +118,6 @@ class Coordinator:
                 "evaluation.keep = 'best' needs validation rows, but no site has any, or has as many as its min_cell: set "
                 "data.validation to a larger share, or keep = 'last'."
             )
-
-    def _finish(self, made: Assembly, x: torch.Tensor, book: RunDirectory) -> None:
-        write_model(self.setup.out / "model.safetensors", made.problem.module(x), x)
-        write_atomically(self.setup.out / "finished.json", json.dumps(book.history[-1]).encode())
-
-
-def _check(problem: Any, method: Any, study: Any, sites: int) -> None:
-    """Reject what cannot be deployed."""
-    refuse_mismatch(problem, method)
-    study.exchange.check(sites)
-    if BUFFERS in method.private:
-        raise NestfedError(
-            "buffers = 'private' keeps running statistics at the sites, so the coordinator would have no complete model: use "
-            "'average' for a deployment."
-        )
-    if study.exchange.failures:
-        raise NestfedError("exchange.failures simulates failures; set it to 0 for a deployment.")
-    if method.single and sites > 1:
-        raise NestfedError(f"{method.name} is a single-machine method, but there are {sites} sites.")
-    if study.evaluation.keep == "uniform" and not study.exchange.reduction.plain:
-        raise NestfedError(
-            "evaluation.keep = 'uniform' averages the clients' points, so it needs exchange.reduce = 'mean' and no privacy."
-        )
 
 
 def server_app(source: Any) -> ServerApp:

@@ -238,12 +238,10 @@ def common_schema(sites: Mapping[str, Sums]) -> Schema:
     kinds: dict[str, dict[str, str]] = {}
     categories: dict[str, set[str]] = {}
     for site, sums in sites.items():
-        for name, (column, first) in _places(sums.schema).items():
-            kind = (
-                "text" if column.categories else "" if column.categories == () or not sums.known[first] else "numbers"
-            )
+        for name, kind in kinds_of(sums).items():
             kinds.setdefault(name, {}).setdefault(kind, site)
-            categories.setdefault(name, set()).update(column.categories or ())
+        for column in sums.schema:
+            categories.setdefault(column.name, set()).update(column.categories or ())
     for name, by_kind in kinds.items():
         for site, sums in sites.items():
             if name not in _places(sums.schema):
@@ -260,6 +258,17 @@ def common_schema(sites: Mapping[str, Sums]) -> Schema:
         c.name for sums in sites.values() for c in sums.schema if c.categories is None and "text" not in kinds[c.name]
     }
     return tuple(Column(name, None if name in numbers else tuple(sorted(categories[name]))) for name in kinds)
+
+
+def kinds_of(sums: Sums) -> dict[str, str]:
+    """Return what each column of a site holds: "text", "numbers", or "" if no value is known."""
+
+    def kind(column: Column, first: int) -> str:
+        if column.categories is None:
+            return "numbers" if sums.known[first] else ""
+        return "text" if column.categories else ""
+
+    return {name: kind(column, first) for name, (column, first) in _places(sums.schema).items()}
 
 
 def _inside(where: str) -> str:

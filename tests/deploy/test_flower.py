@@ -97,7 +97,7 @@ def only_what_is_declared_leaves(name: str, grid: LocalGrid, bytes_up: int) -> N
     assert sent == bytes_up
     for _, _, reply in shipped(grid, "query.hello"):
         assert arrays_of(reply) == {}
-        assert set(opened(reply).words) == STAMP | {"client", "group", "site", "rows", "torch"}
+        assert set(opened(reply).words) == STAMP | {"client", "group", "site", "rows", "torch", "problems", "clock"}
     assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "train"}
 
 

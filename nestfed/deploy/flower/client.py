@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from flwr.clientapp import ClientApp
 
 from nestfed.algorithms.buffered import with_buffers
 from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
+from nestfed.deploy.audit import Audit
 from nestfed.deploy.discloses import questions_in
+from nestfed.deploy.enrolled import check_name
 from nestfed.deploy.flower.gate import FIELDS, GATHERED
 from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.mailbox import block_of, content_of
@@ -34,6 +38,7 @@ from nestfed.deploy.flower.messages import (
     study_of,
     write_plan,
 )
+from nestfed.deploy.preflight import AUTHORITY, counts, examine, machine
 from nestfed.deploy.wire import Packed, numbers, pack, tensors
 from nestfed.engine.local import Local
 from nestfed.engine.probe import first_batch
@@ -74,9 +79,7 @@ class _Node:
         n = config.get("client")
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise NestfedError("The node configuration must give the client's number: client=0 for the first.")
-        name = str(config.get("site", f"site-{n}"))
-        if not re.fullmatch(r"[\w.-]{1,64}", name) or name.startswith("."):
-            raise NestfedError(f"A site's name may contain letters, digits, '-', '_' and '.', but it is {name!r}.")
+        name = check_name(str(config.get("site", f"site-{n}")))
         state = config.get("state")
         if not state:
             from platformdirs import user_data_path
@@ -125,6 +128,11 @@ class _Site:
     def words(self) -> Mapping[str, Any]:
         """The words of the message."""
         return self.packed.words
+
+    @property
+    def audit(self) -> Audit:
+        """The site's own log of what it did."""
+        return Audit(self.node.state / "audit", self.node.name)
 
     def reply(self, arrays: Arrays, **words: Any) -> bytes:
         """Return an answer to the message."""
@@ -187,17 +195,19 @@ def _hello(site: _Site) -> bytes:
     from nestfed.experiment.site import raw_rows
 
     study, node = site.study, site.node
-    rows = dict.fromkeys(PARTS, 0)
     if isinstance(study, Custom):
-        rows[TRAINING] = as_clients(study.make().clients).examples(node.place.n)
+        rows = dict.fromkeys(PARTS, 0) | {TRAINING: as_clients(study.make().clients).examples(node.place.n)}
+        problems = [*machine(node.state)]
     else:
-        rows |= {part: len(some) for part, some in raw_rows(study, node.place).items()}
-    if 0 < rows[TRAINING] < node.min_cell:
-        raise _TroubleError(
-            "too-few", f"this site has {rows[TRAINING]} training rows, fewer than its min-cell = {node.min_cell}."
-        )
-    told = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
-    return site.reply({}, site=node.name, rows=told, torch=torch.__version__)
+        found = examine(study, node.place, node.min_cell, lambda: raw_rows(study, node.place))
+        rows = counts(found.rows, node.min_cell)
+        authority = os.environ.get(AUTHORITY)
+        problems = [*found.problems, *machine(node.state, Path(authority) if authority else None)]
+    for problem in problems:
+        LOG.warning("%s", problem.sentence)
+    kinds = list(dict.fromkeys(problem.kind for problem in problems))
+    site.audit.add("registered", digest=study.digest(), problems=kinds)
+    return site.reply({}, site=node.name, rows=rows, torch=torch.__version__, problems=kinds, clock=time.time())
 
 
 def _answer(site: _Site) -> bytes:
@@ -232,6 +242,7 @@ def _agreed(site: _Site) -> tuple[Agreement, Path]:
     if "plan" in words:
         scaling = {k.removeprefix(PLAN): v for k, v in site.arrays.items() if k.startswith(PLAN)}
         write_plan(folder / "plan.safetensors", Agreement.unpacked(words["plan"], scaling), token)
+        site.audit.add("study agreed", digest=site.study.digest(), run=token)
     found = read_plan(folder / "plan.safetensors")
     if found is None:
         raise _TroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
@@ -248,6 +259,7 @@ def _answers(
     found = answered(asked, parts, site.node.min_cell, x)
     for key in found:
         LOG.info("answering %s", key)
+    site.audit.add("questions answered", questions=list(found), group=site.words.get("group"))
     return list(found), {f"{key}.{k}": v for key, reply in found.items() for k, v in reply.items()}
 
 
@@ -291,6 +303,7 @@ def _work(site: _Site, asked: Sequence[Question]) -> bytes:
         arrays |= numbers({k: v[0] for k, v in upload.fields.items()}, FIELDS)
         arrays |= numbers({k: v[0] for k, v in upload.gathered.items()}, GATHERED)
         loss = {} if bool(upload.loss.isnan()) else {"loss": float(upload.loss)}  # a problem may record none
+        site.audit.add("update sent", training=name.strip(), round=order.number, examples=upload.examples)
         said["report"] = {"moved": float(upload.moved), "examples": upload.examples, **loss}
     return site.reply(arrays, **said)
 

@@ -138,6 +138,8 @@ class Flower:
                     f"round {order.round}."
                 )
         uploads.finish()
+        done = sorted(map(self.roster.called, uploads.done | job.answers.keys()))
+        self.roster.audit.add("round finished", round=order.number, sites=done)
         reply.answers = {n: job.answers[n] for n in sorted(job.answers)}
         self._count_bytes(order.number)
         return reply
@@ -161,6 +163,8 @@ class Flower:
         job = Asking(self, tuple(questions), f"question-{self.asked}", sorted(self.roster.nodes()), final, x)
         self._fetch(job, min(self.roster.setup.least, len(job.required)))
         self._count_bytes(0)
+        asked, done = [one.key for one in questions], sorted(map(self.roster.called, job.answers))
+        self.roster.audit.add("questions asked", questions=asked, answered=done)
         return {n: job.answers[n] for n in sorted(job.answers)}
 
     def with_plan(self, node: int, words: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:

@@ -1,0 +1,164 @@
+"""What can be checked before the first round: a site's configuration, its table and its machine.
+
+A site runs these checks by itself (`nestfed deploy check`) and when it registers. Its log gets every problem in full. The
+coordinator gets only the kinds, and says what each means in words that quote nothing of the site's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nestfed.core import NestfedError
+from nestfed.queries import PARTS, TRAINING, Rows
+
+if TYPE_CHECKING:
+    from nestfed.experiment.prepare import DataSpec
+    from nestfed.experiment.site import Place
+    from nestfed.experiment.spec import Experiment
+
+AUTHORITY = "NESTFED_AUTHORITY"
+"""The environment variable by which `nestfed deploy supernode` tells the site's app where its ca.crt is."""
+LEAST_FREE = 500 * 2**20
+"""Free bytes that a site should have for its state."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of problem, as the coordinator may know it."""
+
+    sentence: str
+    """What it means, without anything of the site's own."""
+    stops: bool = True
+    """Whether the site cannot take part."""
+
+
+KINDS = {
+    "data": Kind("its data cannot be read"),
+    "target": Kind("its table has no column for data.target"),
+    "columns": Kind("its table lacks columns that the study names in data.columns, data.group or data.drop"),
+    "labels": Kind("its target column has missing values, or values that the study does not name in data.classes"),
+    "features": Kind("some of its columns cannot be used"),
+    "too-few": Kind("it has fewer rows than its min_cell"),
+    "one-class": Kind("fewer than two classes reach its min_cell in its training rows", stops=False),
+    "disk": Kind("its disk is nearly full", stops=False),
+    "certificate": Kind("its ca.crt expires soon", stops=False),
+}
+"""The problems that a site may report when it registers."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something to repair."""
+
+    kind: str
+    sentence: str
+    """All of it, for the site's own log; it may quote the site's data."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether the site cannot take part."""
+        return self.kind not in KINDS or KINDS[self.kind].stops
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A site's rows by part, and its problems."""
+
+    rows: Mapping[str, Rows]
+    problems: tuple[Problem, ...]
+
+
+def examine(study: Experiment, place: Place, min_cell: int, read: Callable[[], Mapping[str, Rows]]) -> Examined:
+    """List everything that is wrong with a site's data; `read` reads its rows by part."""
+    try:
+        rows = read()
+    except NestfedError as error:
+        found = tuple(_wrong(study.data, Path(place.file))) if place.file else ()
+        return Examined({}, found or (Problem("data", str(error)),))
+    return Examined(rows, tuple(_of_rows(rows, min_cell)))
+
+
+def _wrong(data: DataSpec, path: Path) -> Iterator[Problem]:
+    """Yield what is wrong with a table, column by column, so that all of it can be repaired at once."""
+    from nestfed.data.tables import as_dataset, read_columns, require_column, table_of
+
+    try:
+        table = read_columns(path)
+    except NestfedError as error:
+        yield Problem("data", str(error))
+        return
+
+    def problem(kind: str, check: Any, *arguments: Any, **options: Any) -> Iterator[Problem]:
+        try:
+            check(*arguments, **options)
+        except NestfedError as error:
+            yield Problem(kind, str(error))
+
+    yield from problem("target", require_column, path, data.target, table)
+    group = (data.group,) if data.group else ()
+    named = dict.fromkeys((*data.columns, *group, *data.drop))
+    for name in named:
+        yield from problem("columns", require_column, path, name, table)
+    if data.target in table:
+        alone = {data.target: table[data.target], **_features(path, len(table[data.target]))}
+        yield from problem("labels", as_dataset, path, alone, data.target, classes=data.classes or None)
+    if path.suffix.lower() != ".npz":
+        for name in table.keys() - {data.target, *named}:
+            yield from problem("features", table_of, str(path), {name: table[name]})
+
+
+def _features(path: Path, rows: int) -> dict[str, Any]:
+    """Return features without content, to look at a target alone."""
+    import pandas as pd
+
+    zeros = np.zeros((rows, 1))
+    return {"x": zeros} if path.suffix.lower() == ".npz" else {"": pd.Series(zeros[:, 0])}
+
+
+def _of_rows(rows: Mapping[str, Rows], min_cell: int) -> Iterator[Problem]:
+    training = rows.get(TRAINING)
+    if training is None:
+        return
+    if 0 < len(training) < min_cell:
+        yield Problem("too-few", f"this site has {len(training)} training rows, fewer than its min-cell = {min_cell}.")
+    if training.y.ndim == 1 and len(training.classes) > 1:
+        sizes = np.bincount(np.asarray(training.y, np.int64), minlength=len(training.classes))
+        if (sizes >= max(min_cell, 1)).sum() < 2:  # so that it says no more than the counts that leave the site
+            told = ", ".join(f"{name}: {size}" for name, size in zip(training.classes, sizes))
+            yield Problem("one-class", f"only one class of this site's training rows reaches its min-cell ({told}).")
+
+
+def machine(state: Path, authority: Path | None = None) -> Iterator[Problem]:
+    """Yield what is wrong with a site's machine: the disk of its state folder, and its copy of ca.crt."""
+    from nestfed.deploy.certificates import expiring
+
+    place = next(folder for folder in (state.absolute(), *state.absolute().parents) if folder.is_dir())
+    if (free := shutil.disk_usage(place).free) < LEAST_FREE:
+        yield Problem("disk", f"{place} has {free / 2**20:,.0f} MiB of free disk: make {LEAST_FREE >> 20} MiB free.")
+    if authority is not None and authority.is_file() and (sentence := expiring(authority)):
+        yield Problem("certificate", sentence)
+
+
+def counts(rows: Mapping[str, Rows], min_cell: int) -> dict[str, int]:
+    """Return the numbers of rows of each part that a site tells; 0 = none, or fewer than min_cell."""
+    known = {part: len(rows[part]) if part in rows else 0 for part in PARTS}
+    return {part: n if n >= min_cell else 0 for part, n in known.items()}
+
+
+def meanings(kinds: Any) -> tuple[list[str], list[str]]:
+    """Return what a site's reported kinds mean: those that stop it, and the rest; raise a ValueError if invalid."""
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in KINDS for kind in kinds):
+        raise ValueError("its list of problems is invalid.")
+    known = [KINDS[kind] for kind in KINDS if kind in kinds]
+    return [k.sentence for k in known if k.stops], [k.sentence for k in known if not k.stops]
+
+
+def as_sentence(parts: Iterable[str]) -> str:
+    """Return several findings as one sentence."""
+    return "; ".join(parts) + "."

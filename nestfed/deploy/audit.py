@@ -18,7 +18,8 @@ from typing import IO, Any
 from nestfed.core import NestfedError
 from nestfed.files import locked, make_directory, write_atomically
 
-LOG, HEAD = "log.jsonl", "head"
+FOLDER, LOG, HEAD = "audit", "log.jsonl", "head"
+"""The folder in a run's directory or a site's state, and the files in it."""
 FIRST = "0" * 64
 """What the first line has as the hash of the line before."""
 PATIENCE = 60.0

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nestfed.core import NestfedError
 from nestfed.deploy.app import check_experiment, write_app
 from nestfed.deploy.certificates import write_certificates, write_key
+from nestfed.deploy.preflight import remember_authority
 from nestfed.deploy.processes import Processes
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ def supernode(options: Sequence[str]) -> None:
         from flwr.supernode.cli import flower_supernode
     except ImportError as error:
         raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.") from error
+    remember_authority(options)
     sys.argv = ["flower-supernode", *options]
     # Flower looks for its other commands there.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -6,8 +6,10 @@ coordinator gets only the kinds, and says what each means in words that quote no
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from nestfed.experiment.site import Place
     from nestfed.experiment.spec import Experiment
 
+LOG = logging.getLogger(__name__)
 AUTHORITY = "NESTFED_AUTHORITY"
 """The environment variable by which `nestfed deploy supernode` tells the site's app where its ca.crt is."""
 LEAST_FREE = 500 * 2**20
@@ -59,11 +62,13 @@ class Problem:
     kind: str
     sentence: str
     """All of it, for the site's own log; it may quote the site's data."""
+    minor: bool = False
+    """Whether the site can take part, although the kind is not in `KINDS`."""
 
     @property
     def stops(self) -> bool:
         """Whether the site cannot take part."""
-        return self.kind not in KINDS or KINDS[self.kind].stops
+        return KINDS[self.kind].stops if self.kind in KINDS else not self.minor
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,18 @@ def machine(state: Path, authority: Path | None = None) -> Iterator[Problem]:
         yield Problem("disk", f"{place} has {free / 2**20:,.0f} MiB of free disk: make {LEAST_FREE >> 20} MiB free.")
     if authority is not None and authority.is_file() and (sentence := expiring(authority)):
         yield Problem("certificate", sentence)
+
+
+def remember_authority(options: Sequence[str]) -> None:
+    """Tell the site's app where its ca.crt is, given the options of its SuperNode; warn if it expires soon."""
+    from nestfed.deploy.certificates import expiring
+
+    given = [b if a == "--root-certificates" else a.partition("=")[2] for a, b in zip(options, [*options[1:], ""])
+             if a.partition("=")[0] == "--root-certificates"]  # fmt: skip
+    if given and Path(given[-1]).is_file():
+        os.environ[AUTHORITY] = str(Path(given[-1]).resolve())
+        if sentence := expiring(Path(given[-1])):
+            LOG.warning("%s", sentence)
 
 
 def counts(rows: Mapping[str, Rows], min_cell: int) -> dict[str, int]:

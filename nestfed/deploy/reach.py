@@ -47,14 +47,18 @@ def unreachable(address: Address, authority: Path, seconds: float = 10.0) -> Ite
     try:
         places = {str(found[4][0]) for found in socket.getaddrinfo(address.host, address.port)}
     except socket.gaierror as error:
-        yield Problem("name", f"the name {address.host} cannot be resolved ({error.strerror}): ask your network's people.")
+        yield Problem(
+            "name", f"the name {address.host} cannot be resolved ({error.strerror}): ask your network's people."
+        )
         return
     try:
         with closing(socket.create_connection((address.host, address.port), seconds)):
             pass
     except OSError as error:
         at = ", ".join(sorted(places))
-        yield Problem("port", f"{address} ({at}) does not answer ({error}): is the port open, and the coordinator running?")
+        yield Problem(
+            "port", f"{address} ({at}) does not answer ({error}): is the port open, and the coordinator running?"
+        )
         return
     try:
         context = ssl.create_default_context(cafile=str(authority))
@@ -70,6 +74,7 @@ def unreachable(address: Address, authority: Path, seconds: float = 10.0) -> Ite
         yield Problem(
             "control",
             f"{address} lets everybody reach the coordinator's control interface: it should be behind the proxy of kit/.",
+            minor=True,
         )
 
 
@@ -80,7 +85,9 @@ class _Answer:
 
 
 def _answer(address: Address, path: str, context: ssl.SSLContext, seconds: float) -> _Answer:
-    with closing(http.client.HTTPSConnection(address.host, address.port, timeout=seconds, context=context)) as connection:
+    with closing(
+        http.client.HTTPSConnection(address.host, address.port, timeout=seconds, context=context)
+    ) as connection:
         connection.request("POST", path, body=b"", headers={"content-type": "application/x-protobuf"})
         found = connection.getresponse()
         return _Answer(found.status, found.getheader("Date", ""))
@@ -97,5 +104,6 @@ def _clock(date: str) -> Iterator[Problem]:
         return  # a proxy that gives no date
     if abs(off := time.time() - theirs) > MOST_OFFSET:
         yield Problem(
-            "clock", f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the coordinator's: set it."
+            "clock",
+            f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the coordinator's: set it.",
         )

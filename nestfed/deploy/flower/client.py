@@ -18,10 +18,9 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from nestfed.algorithms.buffered import with_buffers
-from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
-from nestfed.deploy.audit import Audit
+from nestfed.core import DivergedError, Fields, NestfedError, as_clients
+from nestfed.deploy.audit import FOLDER, Audit
 from nestfed.deploy.discloses import questions_in
-from nestfed.deploy.enrolled import check_name
 from nestfed.deploy.flower.gate import FIELDS, GATHERED
 from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.mailbox import block_of, content_of
@@ -38,6 +37,7 @@ from nestfed.deploy.flower.messages import (
     study_of,
     write_plan,
 )
+from nestfed.deploy.node import Node
 from nestfed.deploy.preflight import AUTHORITY, counts, examine, machine
 from nestfed.deploy.wire import Packed, numbers, pack, tensors
 from nestfed.engine.local import Local
@@ -50,47 +50,9 @@ from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
 from nestfed.queries.agreement import Agreement
 
 if TYPE_CHECKING:
-    from nestfed.experiment.site import Place
+    pass
 
 LOG = logging.getLogger(__name__)
-MIN_CELL = 10
-"""The default of a site's min-cell."""
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A site's node configuration."""
-
-    place: Place
-    name: str
-    state: Path
-    pinned: str
-    threads: int
-    min_cell: int
-    """No count between 1 and this leaves the site."""
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> _Node:
-        from nestfed.experiment.site import Place
-
-        known = ("client", "site", "data", "state", "experiment", "threads", "min-cell")
-        if wrong := [k for k in config if k not in known]:
-            raise unknown("key", wrong[0], known, owner="The node configuration")
-        n = config.get("client")
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise NestfedError("The node configuration must give the client's number: client=0 for the first.")
-        name = check_name(str(config.get("site", f"site-{n}")))
-        state = config.get("state")
-        if not state:
-            from platformdirs import user_data_path
-
-            state = user_data_path("nestfed") / "sites" / name
-        data = str(config.get("data", ""))
-        min_cell = config.get("min-cell", MIN_CELL)
-        if not isinstance(min_cell, int) or isinstance(min_cell, bool) or min_cell < 0:
-            raise NestfedError(f"min-cell must be a whole number of at least 0, not {min_cell!r}.")
-        pinned, threads = str(config.get("experiment", "")), int(config.get("threads", 0))
-        return cls(Place(n, data), name, Path(str(state)), pinned, threads, min_cell)
 
 
 def client_app(source: Any) -> ClientApp:
@@ -120,7 +82,7 @@ class _Site:
     """A site at work on one message."""
 
     study: Any
-    node: _Node
+    node: Node
     packed: Packed
     arrays: Arrays
 
@@ -132,7 +94,7 @@ class _Site:
     @property
     def audit(self) -> Audit:
         """The site's own log of what it did."""
-        return Audit(self.node.state / "audit", self.node.name)
+        return Audit(self.node.state / FOLDER, self.node.name)
 
     def reply(self, arrays: Arrays, **words: Any) -> bytes:
         """Return an answer to the message."""
@@ -172,7 +134,7 @@ def _trouble(kind: str, context: Context) -> bytes:
 
 def _site(study: Any, message: Message, context: Context) -> _Site:
     """Return the site and the message; raise if the site must not take part."""
-    node = _Node.read(context.node_config)
+    node = Node.read(context.node_config)
     if node.threads:
         torch.set_num_threads(node.threads)
     packed = block_of(message)

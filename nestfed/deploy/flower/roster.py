@@ -15,7 +15,7 @@ import torch
 from flwr.serverapp import Grid
 
 from nestfed.core import NestfedError, one_of, unknown
-from nestfed.deploy.audit import Audit
+from nestfed.deploy.audit import FOLDER, Audit
 from nestfed.deploy.enrolled import Enrolled, Sites, owner, read_sites
 from nestfed.deploy.flower.gate import inside
 from nestfed.deploy.flower.mailbox import HELLO, Answer, Mailbox
@@ -103,7 +103,7 @@ class Roster:
     def __init__(self, study: Any, setup: Setup, grid: Grid) -> None:
         self.study, self.setup, self.grid = study, setup, grid
         self.mailbox = Mailbox(grid, setup.deadline)
-        self.audit = Audit(setup.out / "audit", "coordinator")
+        self.audit = Audit(setup.out / FOLDER, "coordinator")
         self.names: dict[int, str] = {}
         self.enrolled: dict[int, Enrolled] = {}
         """The site behind each node, if the study lists its sites."""

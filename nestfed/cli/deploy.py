@@ -55,13 +55,14 @@ def init_(
     ] = "average-precision",
     method: Method = "",
     sites: Sites = 3,
+    host: Annotated[str, typer.Option(help="Name or address of the coordinator.")] = "coordinator.example.org",
 ) -> None:
-    """Write a Flower app for an experiment, with a README for the coordinator and the sites."""
+    """Write a Flower app for an experiment, with a README for the coordinator and the sites, and a kit for their IT."""
     from nestfed.cli.main import echo
 
     if experiment == "average-precision" and not method:
         method, overrides = "fcsg-m", ["algorithm.alpha=1.0", "run.rounds=10", *(overrides or ())]
-    init(directory, _chosen(experiment, overrides, method, sites), sites)
+    init(directory, _chosen(experiment, overrides, method, sites), sites, host)
     echo(f"{directory} contains a Flower app for {sites} sites; follow its README.md.")
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from nestfed.core import NestfedError
 from nestfed.deploy.app import check_experiment, write_app
 from nestfed.deploy.certificates import write_certificates, write_key
+from nestfed.deploy.enrolled import FILE, Enrolled, fingerprint, write_sites
 from nestfed.deploy.preflight import remember_authority
 from nestfed.deploy.processes import Processes
 
@@ -127,6 +128,11 @@ class Local:
         for n in sites:
             (self.secrets / f"site-{n}.registered").touch()
 
+    def enrolled(self, n: int) -> Enrolled:
+        """Return a registered site as sites.toml lists it."""
+        public = (self.secrets / f"site-{n}.key.pub").read_bytes()
+        return Enrolled(n, f"site-{n}", fingerprint(public))
+
     def supernode(self, n: int, **config: Any) -> None:
         """Start a site."""
         values = {"client": n, "site": f"site-{n}", "state": str(self.folder / "state" / f"site-{n}"), "threads": 1}
@@ -226,7 +232,17 @@ def local(
     if finished.exists():
         return read_record(record)
     folder = out / "flower"
-    write_app(folder / "app", experiment, sites, least=least, deadline=deadline, out=str(out))
+    enrolled, secrets = ("", "") if insecure else (str(folder / FILE), str(folder / "secrets"))
+    write_app(
+        folder / "app",
+        experiment,
+        sites,
+        least=least,
+        deadline=deadline,
+        out=str(out),
+        enrolled=enrolled,
+        certificates=secrets,
+    )
     shown = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
     try:
         with Processes(folder / "logs") as processes:
@@ -235,6 +251,7 @@ def local(
             federation.superlink()
             if not insecure:
                 federation.register(*range(sites))
+                write_sites(folder / FILE, [federation.enrolled(n) for n in range(sites)])
             for n in range(sites):
                 federation.supernode(n, **{"min-cell": min_cell})
             history = read_record(record)

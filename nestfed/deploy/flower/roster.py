@@ -93,6 +93,11 @@ class Setup:
         out = Path(str(given["out"]) or f"runs/deployed-{study.digest()}")
         restart = given["lost-state"] == "restart"
         enrolled = read_sites(Path(str(given["enrolled"])), sites) if given["enrolled"] else {}
+        if given["enrolled"] and not enrolled:
+            raise NestfedError(
+                f'{given["enrolled"]} lists no site: add each with `nestfed deploy enrol NAME KEY.pub`, or set enrolled = "" to '
+                "take every site at its word."
+            )
         secrets = Path(str(given["certificates"])) if given["certificates"] else None
         return cls(sites, out, least, deadline, attempts, float(given["norm-limit"]), restart, enrolled, secrets)
 

@@ -30,7 +30,7 @@ dependencies = ["nestfed[flower]", "flwr>={flwr},<1.42"]
 publisher = "nestfed"
 fab-format-version = 1
 flwr-version-target = "{flwr}"
-fab-exclude = ["/kit/**", "/sites.toml", "/secrets/**", "/runs/**"]  # stays at the coordinator
+fab-include = ["/experiment.toml", "/federated/*.py", "/LICENSE"]  # what the SuperLink gets and sends to the sites
 
 [tool.flwr.app.components]
 serverapp = "federated.server:app"

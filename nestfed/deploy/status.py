@@ -51,7 +51,8 @@ class Status:
         """Return the state as lines for people."""
         last = "no round yet" if self.round is None else f"round {self.round} at {self.at}"
         lines = [f"{self.directory}: {self.state}, {last}"]
-        lines += [f"site {name}: {', '.join(v for v in one.values() if v)}" for name, one in self.sites.items()]
+        for name, one in self.sites.items():
+            lines.append(f"site {name}: {one['state']} since {one['since']}, last answer {one['answered'] or 'never'}")
         lines += [f"{name} expires in {days:.0f} days" for name, days in self.certificates.items()]
         lines.append(f"{self.free / 2**30:.1f} GiB of disk free")
         return "\n".join([*lines, *(f"TROUBLE: {sentence}" for sentence in self.trouble)])
@@ -108,7 +109,7 @@ def _sites(found: Sequence[Event]) -> dict[str, dict[str, str]]:
 
 
 def _answered(event: Event) -> Iterator[str]:
-    yield from event.get("sites", ()) if event["what"] == "round finished" else ()
+    yield from event.get("sites", ()) if event["what"] in ("round finished", "model judged") else ()
     yield from event.get("answered", ()) if event["what"] == "questions asked" else ()
 
 

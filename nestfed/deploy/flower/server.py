@@ -19,7 +19,8 @@ from nestfed.deploy import certificates
 from nestfed.deploy.flower.federation import Flower
 from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.messages import Custom, read_plan, study_of, write_plan
-from nestfed.deploy.flower.roster import Roster, Setup
+from nestfed.deploy.flower.roster import Roster
+from nestfed.deploy.flower.setup import Setup
 from nestfed.deploy.flower.study import Deployed
 from nestfed.deploy.flower.training import train
 from nestfed.experiment.run import claim

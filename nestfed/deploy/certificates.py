@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import itertools
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ from typing import Any
 from nestfed.core import NestfedError
 from nestfed.files import write_atomically
 
+LOG = logging.getLogger(__name__)
+AUTHORITY_PATH = "NESTFED_AUTHORITY"
+"""The environment variable by which `nestfed deploy supernode` tells the site's app where its ca.crt is."""
 AUTHORITY = "nestfed federation"
 AUTHORITY_DAYS = 3650
 """How long a kept authority is valid; the server's certificate can be renewed as long."""
@@ -105,6 +110,17 @@ def expiring(path: Path) -> str:
     if left.days <= 0:
         return f"{path} expired {-left.days:.0f} days ago."
     return f"{path} expires in {left.days:.0f} days: renew it." if left.share < SOON else ""
+
+
+def remember_authority(options: Sequence[str]) -> None:
+    """Tell the site's app where its ca.crt is, given the options of its SuperNode; warn if it expires soon."""
+    option = "--root-certificates"
+    given = [value for name, value in itertools.pairwise(options) if name == option]
+    given += [text.partition("=")[2] for text in options if text.startswith(f"{option}=")]
+    if given and (path := Path(given[-1])).is_file():
+        os.environ[AUTHORITY_PATH] = str(path.resolve())
+        if sentence := expiring(path):
+            LOG.warning("%s", sentence)
 
 
 def warnings(folder: Path) -> list[str]:

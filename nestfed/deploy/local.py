@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from nestfed.core import NestfedError
 from nestfed.deploy.app import check_experiment, write_app
-from nestfed.deploy.certificates import write_certificates, write_key
+from nestfed.deploy.certificates import remember_authority, write_certificates, write_key
 from nestfed.deploy.enrolled import FILE, Enrolled, fingerprint, write_sites
-from nestfed.deploy.preflight import remember_authority
 from nestfed.deploy.processes import Processes
 
 if TYPE_CHECKING:

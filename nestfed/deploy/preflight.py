@@ -6,10 +6,7 @@ coordinator gets only the kinds, and says what each means in words that quote no
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nestfed.core import NestfedError
+from nestfed.deploy.disk import scarce
 from nestfed.queries import PARTS, TRAINING, Rows
 
 if TYPE_CHECKING:
     from nestfed.experiment.prepare import DataSpec
     from nestfed.experiment.site import Place
     from nestfed.experiment.spec import Experiment
-
-LOG = logging.getLogger(__name__)
-AUTHORITY = "NESTFED_AUTHORITY"
-"""The environment variable by which `nestfed deploy supernode` tells the site's app where its ca.crt is."""
-LEAST_FREE = 500 * 2**20
-"""Free bytes that a site should have for its state."""
 
 
 @dataclass(frozen=True)
@@ -143,23 +135,10 @@ def machine(state: Path, authority: Path | None = None) -> Iterator[Problem]:
     """Yield what is wrong with a site's machine: the disk of its state folder, and its copy of ca.crt."""
     from nestfed.deploy.certificates import expiring
 
-    place = next(folder for folder in (state.absolute(), *state.absolute().parents) if folder.is_dir())
-    if (free := shutil.disk_usage(place).free) < LEAST_FREE:
-        yield Problem("disk", f"{place} has {free / 2**20:,.0f} MiB of free disk: make {LEAST_FREE >> 20} MiB free.")
+    if sentence := scarce(state):
+        yield Problem("disk", sentence)
     if authority is not None and authority.is_file() and (sentence := expiring(authority)):
         yield Problem("certificate", sentence)
-
-
-def remember_authority(options: Sequence[str]) -> None:
-    """Tell the site's app where its ca.crt is, given the options of its SuperNode; warn if it expires soon."""
-    from nestfed.deploy.certificates import expiring
-
-    given = [b if a == "--root-certificates" else a.partition("=")[2] for a, b in zip(options, [*options[1:], ""])
-             if a.partition("=")[0] == "--root-certificates"]  # fmt: skip
-    if given and Path(given[-1]).is_file():
-        os.environ[AUTHORITY] = str(Path(given[-1]).resolve())
-        if sentence := expiring(Path(given[-1])):
-            LOG.warning("%s", sentence)
 
 
 def counts(rows: Mapping[str, Rows], min_cell: int) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any
 
 from nestfed.core import NestfedError
 from nestfed.deploy.audit import FOLDER, Event, events
-from nestfed.deploy.preflight import LEAST_FREE
+from nestfed.deploy.disk import free, scarce
 
 ROUND = ("round finished", "update sent")
 """The events that end a round, at the coordinator and at a site."""
-OVER = ("finished.json",)
-"""What a finished run leaves."""
 STATES = {
     "site registered": "takes part", "site rejected": "rejected", "site withdrew": "withdrawn",
 }  # fmt: skip
@@ -76,20 +73,20 @@ def status(directory: Path, certificates: Path | None = None, silence: float = 6
     rounds = [event for event in found if event["what"] in ROUND]
     sites = _sites(found)
     left = _certificates(certificates, trouble)
-    free = shutil.disk_usage(directory).free
-    if free < LEAST_FREE:
-        trouble.append(f"only {free >> 20} MiB of disk are free.")
+    trouble += [sentence] if (sentence := scarce(directory)) else []
     if state == "stopped":
         trouble.append(f"the run stopped: {found[-1].get('reason')}")
     if state == "running" and found and (hours := _age(found[-1]["time"])) > silence:
         trouble.append(f"nothing has happened for {hours:.1f} hours.")
     trouble += [f"site {name} is {one['state']}: {one['reason']}" for name, one in sites.items() if one["reason"]]
     last = rounds[-1] if rounds else {}
-    return Status(str(directory), state, last.get("round"), last.get("time", ""), sites, left, free, tuple(trouble))
+    return Status(
+        str(directory), state, last.get("round"), last.get("time", ""), sites, left, free(directory), tuple(trouble)
+    )
 
 
 def _state(directory: Path, found: Sequence[Event]) -> str:
-    if any((directory / name).exists() for name in OVER):
+    if (directory / "finished.json").exists():
         return "finished"
     return "stopped" if found and found[-1]["what"] == "run stopped" else "running"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 import ssl
 import threading
@@ -126,6 +127,17 @@ def test_when_a_warning_is_due(passed: float, words: str, tmp_path: Path, monkey
     found = expiring(tmp_path / "server.pem")
     assert words in found
     assert bool(found) == bool(words)
+
+
+@pytest.mark.parametrize("form", ["--root-certificates {}", "--root-certificates={}"])
+def test_a_site_remembers_its_authority(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_certificates(tmp_path, HOSTS, days=0)
+    monkeypatch.setenv(certificates.AUTHORITY_PATH, "")
+    certificates.remember_authority(["--superlink", "x:1", *form.format(tmp_path / "ca.crt").split(), "--port", "1"])
+    assert os.environ[certificates.AUTHORITY_PATH] == str(tmp_path / "ca.crt")
+    assert "ca.crt expired" in caplog.text
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed[flower]'")
 
 from nestfed.core import NestfedError
-from nestfed.deploy import preflight
+from nestfed.deploy import certificates
 from nestfed.deploy.check import Way, check
 from nestfed.deploy.flower import roster
 from nestfed.deploy.node import Node
@@ -206,7 +206,7 @@ def test_a_certificate_that_expires_soon(tmp_path: Path, monkeypatch: pytest.Mon
     write_certificates(tmp_path / "old", ["localhost"], days=0)  # an hour, all of it over
     write_certificates(tmp_path / "new", ["localhost"], days=90)
     for folder, expected in (("old", 5), ("new", 0)):
-        monkeypatch.setenv(preflight.AUTHORITY, str(tmp_path / folder / "ca.crt"))
+        monkeypatch.setenv(certificates.AUTHORITY_PATH, str(tmp_path / folder / "ca.crt"))
         place = tmp_path / f"run-{folder}"
         place.mkdir()
         grid = clinics(place, experiment)

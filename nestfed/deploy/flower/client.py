@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp
 from nestfed.algorithms.buffered import with_buffers
 from nestfed.core import DivergedError, Fields, NestfedError, as_clients
 from nestfed.deploy.audit import FOLDER, Audit
+from nestfed.deploy.certificates import AUTHORITY_PATH
 from nestfed.deploy.discloses import questions_in
 from nestfed.deploy.flower.gate import FIELDS, GATHERED
 from nestfed.deploy.flower.log import shown_by_flower
@@ -38,7 +39,7 @@ from nestfed.deploy.flower.messages import (
     write_plan,
 )
 from nestfed.deploy.node import Node
-from nestfed.deploy.preflight import AUTHORITY, counts, examine, machine
+from nestfed.deploy.preflight import counts, examine, machine
 from nestfed.deploy.wire import Packed, numbers, pack, tensors
 from nestfed.engine.local import Local
 from nestfed.engine.probe import first_batch
@@ -163,7 +164,7 @@ def _hello(site: _Site) -> bytes:
     else:
         found = examine(study, node.place, node.min_cell, lambda: raw_rows(study, node.place))
         rows = counts(found.rows, node.min_cell)
-        authority = os.environ.get(AUTHORITY)
+        authority = os.environ.get(AUTHORITY_PATH)
         problems = [*found.problems, *machine(node.state, Path(authority) if authority else None)]
     for problem in problems:
         LOG.warning("%s", problem.sentence)

@@ -78,7 +78,7 @@ class Roster:
         self.hello_sent: dict[int, float] = {}
         """When the last hello was sent to each node."""
         self.greeted: dict[int, float] = {}
-        """When the first hello was sent to each node, by the wall clock."""
+        """When the first hello was sent to each node since it connected, by the wall clock."""
         self.slowest = 0.0
         """The longest time until a site's first answer."""
         self._polled = 0.0
@@ -116,6 +116,7 @@ class Roster:
             self.doubles.pop(node, None)
             self.unanswered.pop(node, None)
             self.behind.discard(node)
+            self.greeted.pop(node, None)
             self.mailbox.withdraw(node, HELLO)
         due = {node for node, (_, _, when) in self.unanswered.items() if node in nodes and self._polled > when}
         for node in risen | free | due:
@@ -297,18 +298,23 @@ class Roster:
 
     def out(self) -> dict[str, str]:
         """Return the connected sites that cannot take part, with the reasons."""
-        nodes = [node for node in self.rejected if node in self.since and node not in self.doubles]
-        return {self.name(node): self.reasons[node] for node in nodes}
+        found: dict[str, str] = {}
+        for node in self._out():
+            name = self.name(node)
+            found[name] = f"{found[name]} {self.reasons[node]}" if name in found else self.reasons[node]
+        return found
 
     def hopeless(self) -> bool:
         """Return whether so many connected sites cannot take part that too few are left; waiting would not help."""
-        return self.setup.sites - len(self.out()) < self.setup.least
+        return self.setup.sites - len(self._out()) < self.setup.least
 
     def check_hope(self) -> None:
         """Stop if it is hopeless."""
         if self.hopeless():
-            out = self.out()
-            raise too_few(self.setup.sites - len(out), self.setup.sites, self.setup.least, out)
+            raise too_few(self.setup.sites - len(self._out()), self.setup.sites, self.setup.least, self.out())
+
+    def _out(self) -> list[int]:
+        return [node for node in self.rejected if node in self.since and node not in self.doubles]
 
     def _awaited(self) -> bool:
         """Return whether a connected site has not said yet whether it can take part, and may still do so."""

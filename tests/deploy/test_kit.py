@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import grp
 import os
 import re
 import shutil
@@ -60,10 +58,7 @@ def here(study: Path, name: str, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     text = (study / "kit" / name).read_text()
     text = text.replace("/srv/nestfed/study", str(study)).replace("/opt/nestfed/bin", str(Path(sys.executable).parent))
-    group = grp.getgrgid(os.getgid()).gr_name
-    text = text.replace("su nestfed nestfed", f"su {getpass.getuser()} {group}").replace(
-        "/var/log/nestfed", str(folder)
-    )
+    text = text.replace("/var/log/nestfed", str(folder))
     path = folder / name
     path.write_text(text)
     return path

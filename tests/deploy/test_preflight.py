@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed[flower]'")
+
+from flwr.app import Message
 
 from nestfed.core import NestfedError
 from nestfed.deploy import certificates
@@ -129,6 +131,28 @@ def test_all_problems_of_all_sites_are_in_one_message(tmp_path: Path, caplog: py
     own = caplog.text
     for sentence in ("'yes'", "'Jane6", "'patient'", "clinic-3.csv does not exist"):
         assert sentence in own
+
+
+class Slow(LocalGrid):
+    """Node 104 answers after 20 seconds."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        late = {f"message-{i}" for i, (node, _, _) in enumerate(self.messages) if node == 104}
+        return super().pull_messages([i for i in message_ids if i not in late or roster.time.monotonic() > 1020])
+
+
+def test_a_slow_site_is_heard_before_the_run_stops(tmp_path: Path) -> None:
+    """The first site's problem alone makes the run hopeless, but the last one's is worth 20 seconds."""
+    experiment = study(drop=["patient"])
+    grid = clinics(tmp_path, experiment)
+    slow = Slow(grid.apps, grid.configs)
+    for n in (0, 4):
+        (tmp_path / f"clinic-{n}.csv").unlink()
+    with pytest.raises(
+        NestfedError, match=r"Only 3 of 5 sites .* Site clinic-0: its data cannot be read. Site clinic-4: its"
+    ):
+        coordinate(experiment, tmp_path, slow, sites=5, deadline=600.0)
+    assert 1020 < roster.time.monotonic() < 1040
 
 
 @pytest.mark.parametrize("odd", [0, 3])

@@ -844,6 +844,8 @@ class Algorithm(ABC, Generic[P, S]):
     nothing. Before the first round the table is 0 and has the shape of the contribution in `init`. Rows are in the order
     of the clients. They are never averaged, clipped or rounded. `fill` may put the server's answers into the table instead.
     """
+    describes_rows: ClassVar[bool] = False
+    """Its contributions hold numbers of single rows, which a site with a rule for small cells does not send."""
     weighs: ClassVar[bool] = False
     """Clients weight their own moves, so uploads must be averaged with equal weights."""
     nonnegative: ClassVar[tuple[str, ...]] = ()

@@ -158,6 +158,12 @@ def log_loss(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     return float(losses.mean()) if len(losses) else float("nan")
 
 
+def brier(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
+    """Mean squared difference between the probability of the positive class and the class, of logits (n,)."""
+    s, y = _scored(scores, labels)
+    return float(((0.5 * (1 + np.tanh(s / 2)) - y) ** 2).mean()) if len(s) else float("nan")
+
+
 def perplexity(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     """Exponential of the mean cross-entropy: for words, the effective number of equally likely choices."""
     with np.errstate(over="ignore"):  # a diverged model has perplexity inf
@@ -192,6 +198,7 @@ for _metric in (
     Metric("ap", True, average_precision, "ranking"),
     Metric("accuracy", True, accuracy, "log-odds"),
     Metric("log_loss", False, log_loss, "log-odds"),
+    Metric("brier", False, brier),
     Metric("perplexity", False, perplexity),
     Metric("log_likelihood", True, lambda scores, labels: -log_loss(scores, labels)),
     Metric("mse", False, mse),
@@ -301,7 +308,7 @@ class ScoreHistogram:
         s, y = _scored(scores, labels)
         range = None if range is None else (float(range[0]), float(range[1]))  # TOML gives a list
         unscored = np.isnan(s)
-        place = np.searchsorted(_edges(bins, range), s[~unscored], side="right")
+        place = places(s[~unscored], bins, range)
         y = y[~unscored]
         return cls(
             np.bincount(place[y], minlength=bins),
@@ -477,8 +484,13 @@ def pooled(totals: Sequence[ScoreTotals], metric: str | Metric = "") -> dict[str
     return found
 
 
+def places(scores: npt.ArrayLike, bins: int = 4096, range: tuple[float, float] | None = None) -> Counts:
+    """Return the bin of every score on the grid of `ScoreHistogram`."""
+    return np.searchsorted(edges(bins, range), np.asarray(scores, np.float64), side="right")
+
+
 @lru_cache(maxsize=8)
-def _edges(bins: int, range: tuple[float, float] | None) -> Floats:
+def edges(bins: int, range: tuple[float, float] | None) -> Floats:
     """Return the bins−1 inner edges; the outer bins are unbounded."""
     if bins < 2:
         raise NestfedError(f"ScoreHistogram: bins must be at least 2, not {bins}.")

@@ -95,6 +95,7 @@ class _Crossing(Algorithm[Paired, S]):
 
     accepts = Paired
     gathered: ClassVar[Mapping[str, str]] = {"first": "pool1", "second": "pool2"}
+    describes_rows = True
     family = "pairs"
     cites = (GUO_2023,)
 

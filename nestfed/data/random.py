@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     TASKS = 7
     ENCODE = 8
     ITEMS = 9
+    JUDGE = 10
 
 
 class Streams:

@@ -13,6 +13,7 @@ from nestfed.experiment.build import method
 from nestfed.experiment.spec import Experiment
 from nestfed.problems.objective import Labelled
 from nestfed.queries import CLASSES, QUERIES, SCORES, SQUARES, TABLE, Query
+from nestfed.study.outcome import QUERIES as STUDY
 
 WORDS = {
     "protocol": "the version of the messages",
@@ -42,7 +43,8 @@ def questions_in(study: Any) -> tuple[str, ...]:
         return ()
     if study.exchange.privacy is not None:
         return ()  # their answers would have no noise
-    return (CLASSES.name, TABLE.name, SQUARES.name, SCORES.name)
+    known = (CLASSES, TABLE, SQUARES, SCORES, *(STUDY if study.is_study else ()))
+    return tuple(query.name for query in known)
 
 
 def discloses(study: Experiment) -> list[Item]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from nestfed.core import NestfedError
 from nestfed.deploy.disk import scarce
-from nestfed.queries import PARTS, TRAINING, Rows
+from nestfed.queries import TRAINING, Rows
 
 if TYPE_CHECKING:
     from nestfed.experiment.prepare import DataSpec
@@ -40,6 +40,10 @@ KINDS = {
     "labels": Kind("its target column has missing values, or values that the study does not name in data.classes"),
     "features": Kind("some of its columns cannot be used"),
     "too-few": Kind("it has fewer rows than its min_cell"),
+    "single-rows": Kind(
+        "the method sends scores of single rows, which its min_cell forbids; choose another method, or agree that the site sets "
+        "min-cell = 0"
+    ),
     "one-class": Kind("fewer than two classes reach its min_cell in its training rows", stops=False),
     "disk": Kind("its disk is nearly full", stops=False),
     "certificate": Kind("its ca.crt expires soon", stops=False),
@@ -78,7 +82,25 @@ def examine(study: Experiment, place: Place, min_cell: int, read: Callable[[], M
     except NestfedError as error:
         found = tuple(_wrong(study.data, Path(place.file))) if place.file else ()
         return Examined({}, found or (Problem("data", str(error)),))
-    return Examined(rows, tuple(_of_rows(rows, min_cell)))
+    training = len(rows.get(TRAINING, ()))
+    wrong = [*forbidden(training, describes_rows(study), min_cell), *_of_classes(rows.get(TRAINING), min_cell)]
+    return Examined(rows, tuple(wrong))
+
+
+def forbidden(rows: int, describes_rows: bool, min_cell: int) -> Iterator[Problem]:
+    """Yield what a site's min-cell forbids, given its training rows and whether a method sends numbers of single rows."""
+    if 0 < rows < min_cell:
+        yield Problem("too-few", f"this site has {rows} training rows, fewer than its min-cell = {min_cell}.")
+    if describes_rows and min_cell > 1:
+        yield Problem("single-rows", f"the method sends scores of single rows, which min-cell = {min_cell} forbids.")
+
+
+def describes_rows(study: Experiment) -> bool:
+    """Return whether a method of the study sends numbers of single rows."""
+    from nestfed.experiment.build import method
+
+    trained = [study.for_method(name) for name in study.methods] if study.is_study else [study]
+    return any(method(one).describes_rows for one in trained)
 
 
 def _wrong(data: DataSpec, path: Path) -> Iterator[Problem]:
@@ -118,12 +140,9 @@ def _features(path: Path, rows: int) -> dict[str, Any]:
     return {"x": zeros} if path.suffix.lower() == ".npz" else {"": pd.Series(zeros[:, 0])}
 
 
-def _of_rows(rows: Mapping[str, Rows], min_cell: int) -> Iterator[Problem]:
-    training = rows.get(TRAINING)
+def _of_classes(training: Rows | None, min_cell: int) -> Iterator[Problem]:
     if training is None:
         return
-    if 0 < len(training) < min_cell:
-        yield Problem("too-few", f"this site has {len(training)} training rows, fewer than its min-cell = {min_cell}.")
     if training.y.ndim == 1 and len(training.classes) > 1:
         sizes = np.bincount(np.asarray(training.y, np.int64), minlength=len(training.classes))
         if (sizes >= max(min_cell, 1)).sum() < 2:  # so that it says no more than the counts that leave the site
@@ -139,12 +158,6 @@ def machine(state: Path, authority: Path | None = None) -> Iterator[Problem]:
         yield Problem("disk", sentence)
     if authority is not None and authority.is_file() and (sentence := expiring(authority)):
         yield Problem("certificate", sentence)
-
-
-def counts(rows: Mapping[str, Rows], min_cell: int) -> dict[str, int]:
-    """Return the numbers of rows of each part that a site tells; 0 = none, or fewer than min_cell."""
-    known = {part: len(rows[part]) if part in rows else 0 for part in PARTS}
-    return {part: n if n >= min_cell else 0 for part, n in known.items()}
 
 
 def meanings(kinds: Any) -> tuple[list[str], list[str]]:

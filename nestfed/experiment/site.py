@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -21,9 +22,12 @@ from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, 
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL
 from nestfed.problems.objective import Labelled
-from nestfed.queries import SCORES, TEST, TRAINING, VALIDATION, Answers, Question, Rows
+from nestfed.queries import SCORES, TEST, TRAINING, VALIDATION, Answers, Question, Rows, at_hand
 from nestfed.queries.agreement import Agreement
+from nestfed.queries.newton import network_parameters, ridge_regression
 from nestfed.queries.scores import LOG_ODDS, LOGITS, RANKING, judged
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -285,20 +289,64 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def inputs_at(study: Experiment, place: Place, agreement: Agreement, network: Network, final: bool) -> dict[str, Rows]:
+def inputs_at(
+    study: Experiment, place: Place, site: str, agreement: Agreement, network: Network, final: bool
+) -> Mapping[str, Rows]:
     """Return a site's rows by part as model inputs, in the division of a study's last trainings or of its trials."""
-    own = own_examples(study.with_overrides(FINAL) if final else study, place)
-    return judged_rows(network, own.encoded(agreement, place.file), agreement)
+    whole, test = own_table(study, place.file)
+    trial, last = (
+        divided(made, whole, test).encoded(agreement, place.file) for made in (study, study.with_overrides(FINAL))
+    )
+    return OwnRows(site, network, agreement, trial, last).by_part(final)
 
 
-def judged_rows(network: Network, own: Prepared, agreement: Agreement) -> dict[str, Rows]:
-    """Return a site's rows by part as model inputs, with their scores under any parameters of the network."""
-    return {
-        part: Rows(
-            some.x.double().numpy(), some.y.numpy(), scores=partial(_scores, network, some), classes=agreement.classes
-        )
-        for part, some in parts_of(own).items()
-    }
+@dataclass(frozen=True)
+class OwnRows:
+    """A site's rows as model inputs, in the division of a study's trials and in that of its last trainings."""
+
+    site: str
+    network: Network
+    agreement: Agreement
+    trial: Prepared
+    last: Prepared
+
+    def by_part(self, final: bool) -> Mapping[str, Rows]:
+        """Return the rows, with their scores under any parameters of the network and under the site's own model."""
+        return self._in_last if final else self._in_trial
+
+    @cached_property
+    def _in_trial(self) -> dict[str, Rows]:
+        return self._rows(self.trial)
+
+    @cached_property
+    def _in_last(self) -> dict[str, Rows]:
+        return self._rows(self.last)
+
+    def _rows(self, prepared: Prepared) -> dict[str, Rows]:
+        return {
+            part: Rows(
+                some.x.double().numpy(),
+                some.y.numpy(),
+                scores=partial(_scores, self.network, some),
+                scores_of=lambda x, inputs: self.network.scores(x, torch.from_numpy(inputs)),
+                site=self.site,
+                own=lambda some=some: self.network.scores(self.own_model, some.x),  # type: ignore[misc]
+                classes=self.agreement.classes,
+            )
+            for part, some in parts_of(prepared).items()
+        }
+
+    @cached_property
+    def own_model(self) -> np.ndarray:
+        """Logistic regression on this site's rows alone, all 0 if they have one class."""
+        names, classes = self.agreement.encoding.inputs, len(self.agreement.classes)
+        trial, last = (at_hand([self.by_part(final)]) for final in (False, True))
+        try:
+            _, found, _ = ridge_regression(trial, last, names, classes)
+        except NestfedError as error:
+            LOG.info("this site has no model of its own: %s", error)
+            return network_parameters(np.zeros((classes - 1) * (len(names) + 1)), classes)
+        return network_parameters(found.coef, classes)
 
 
 def _scores(network: Network, some: Held, x: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from nestfed.core import NestfedError, one_of
 if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
 
-CALIBRATIONS = ("common", "intercept", "slope")
+CALIBRATIONS, RELEASES = ("common", "sites"), ("best", "first")
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,13 @@ class StudySpec:
     thresholds: tuple[str, ...] = ("balanced",)
     """The model's thresholds: "sensitivity 0.9", "specificity 0.95", "alerts 0.1" or balanced; the first decides."""
     calibration: str = "common"
-    """common, or every site's own intercept or slope, shrunk towards the common one."""
+    """The released model's probabilities: common, or with every site's own recalibration (sites), shrunk to the common one."""
+    release: str = "best"
+    """best: the method whose gain on validation rows is significant, otherwise the plain one; first: the first method."""
 
     def __post_init__(self) -> None:
         one_of("study.calibration", self.calibration, CALIBRATIONS)
+        one_of("study.release", self.release, RELEASES)
         if not self.thresholds:
             raise NestfedError("study.thresholds needs at least one threshold, such as 'balanced'.")
 

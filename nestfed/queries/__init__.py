@@ -46,6 +46,13 @@ for _name, _place in {
     "concordance-within": "survival:PAIRS",
     "concordance-histogram": "survival:SCORED",
     "brier": "survival:BRIER",
+    "judge-counts": "judging:COUNTED",
+    "judge-spread": "judging:SPREAD",
+    "levels": "judging:LEVELS",
+    "calibration-facts": "calibration:FACTS",
+    "calibration-sums": "calibration:SUMS",
+    "calibration-own": "calibration:OWN",
+    "calibration-line": "calibration:LINE",
 }.items():
     QUERIES.add(_name, f"nestfed.queries.{_place}")
 

@@ -47,6 +47,12 @@ class Rows:
     """Columns as text, to count subgroups by."""
     scores: Callable[[np.ndarray], np.ndarray] | None = None
     """The scores of the rows under a model, given its parameters as one vector."""
+    scores_of: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    """The scores of other model inputs in place of `x`, given a model's parameters and the inputs."""
+    own: Callable[[], np.ndarray] | None = None
+    """The scores of the rows under a model that the site has trained alone."""
+    site: str = ""
+    """The site's name, for what differs by site, such as its calibration."""
     table: np.ndarray | None = None
     """The site's own table before it is encoded, for queries that agree on the encoding."""
     schema: Schema = ()

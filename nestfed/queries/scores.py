@@ -71,9 +71,14 @@ def _spread(first: np.ndarray, last: np.ndarray, counts: np.ndarray) -> np.ndarr
     return found
 
 
-def _scores(rows: Rows, kind: str, x: np.ndarray) -> Arrays:
-    assert rows.scores is not None
-    scores = np.asarray(rows.scores(x))
+def _scores(rows: Rows, kind: str, x: np.ndarray | None = None, own: bool = False) -> Arrays:
+    if own:
+        assert rows.own is not None
+        scores = np.asarray(rows.own())
+    else:
+        assert rows.scores is not None
+        assert x is not None
+        scores = np.asarray(rows.scores(x))
     totals = ScoreTotals.of(scores, rows.y, log_odds=kind == LOG_ODDS)
     sums = np.array([totals.sums[name] for name in SUMS if totals.sums], np.float64)
     unscored = int(np.isnan(scores.reshape(len(scores), -1)).any(1).sum())
@@ -113,7 +118,7 @@ def _merged(reply: Arrays, min_cell: int) -> Arrays:
     return found | {"sums": sums, "unscored": np.array(rows if small else unscored)}
 
 
-def _sizes(kind: str, x: np.ndarray | None = None) -> Mapping[str, int | AtMost]:
+def _sizes(kind: str, x: np.ndarray | None = None, own: bool = False) -> Mapping[str, int | AtMost]:
     bins = AtMost(0 if kind == LOGITS else BINS)
     return {"positive cells": bins, "negative cells": bins, "sums": 0 if kind == RANKING else len(SUMS)}
 
@@ -153,7 +158,7 @@ SCORES = Query(
     },
     _sizes,
     protect=_merged,
-    check=totals_of,
+    check=lambda reply, kind, **_: totals_of(reply, kind),
     of_columns=False,
     at_model=True,
 )

@@ -18,11 +18,11 @@ from nestfed.data.sources import Dataset
 from nestfed.engine.simulate import simulate
 from nestfed.experiment.build import evaluate, labelled
 from nestfed.experiment.prepare import Held, Prepared
-from nestfed.experiment.site import Network, divided, judged_rows, parts_of
+from nestfed.experiment.site import Network, OwnRows, divided, parts_of
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL, Training
 from nestfed.problems.objective import Labelled
-from nestfed.queries import Answers, Question, Rows, answered
+from nestfed.queries import Answers, Question, answered
 from nestfed.queries.agreement import Agreement, Rules, agree
 from nestfed.study.conduct import Trained, choosing
 
@@ -37,7 +37,7 @@ class AtHand:
         self.study, self.tables, self.directory, self.min_cell = study, tables, directory, min_cell
         self.progress = progress
         self.names: Sequence[str] = list(tables)
-        self._views: dict[bool, _View] = {}
+        self._joined: dict[bool, Prepared] = {}
 
     @cached_property
     def agreement(self) -> Agreement:
@@ -64,13 +64,12 @@ class AtHand:
         self, questions: Sequence[Question], *, final: bool = True, x: np.ndarray | None = None
     ) -> dict[int, Answers]:
         """Return the sites' answers, by the final division of their rows or that of the trials."""
-        sites = self._view(final).sites
-        return {n: answered(questions, parts, self.min_cell, x) for n, parts in enumerate(sites)}
+        return {n: answered(questions, site.by_part(final), self.min_cell, x) for n, site in enumerate(self.sites)}
 
     def train(self, training: Training, start: np.ndarray | None) -> Trained:
         """Train over all sites, from the given parameters of the network."""
         experiment = training.experiment(self.study)
-        prepared = self._view(training.final).joined
+        prepared = self.joined(training.final)
         seed, agreed = experiment.run.seed, self.agreement
         made = labelled(experiment, prepared, agreed.p, seed, agreed.totals)
         metric = choosing(self.study)
@@ -102,25 +101,24 @@ class AtHand:
         )
         return Trained(self.network.vector(result.model), result.history)
 
-    def _view(self, final: bool) -> _View:
-        if final not in self._views:
-            self._views[final] = _View.of(self, final)
-        return self._views[final]
+    @cached_property
+    def sites(self) -> Sequence[OwnRows]:
+        """The rows of each site as model inputs."""
+        found = []
+        for name, table in self.tables.items():
+            trial, last = (
+                divided(made, table).encoded(self.agreement, f"site {name}")
+                for made in (self.study, self.study.with_overrides(FINAL))
+            )
+            found.append(OwnRows(name, self.network, self.agreement, trial, last))
+        return found
 
-
-class _View:
-    """The rows of all sites as model inputs, by one division into parts."""
-
-    def __init__(self, joined: Prepared, sites: Sequence[Mapping[str, Rows]]) -> None:
-        self.joined, self.sites = joined, sites
-
-    @classmethod
-    def of(cls, hand: AtHand, final: bool) -> _View:
-        experiment = hand.study.with_overrides(FINAL) if final else hand.study
-        each = [
-            divided(experiment, table).encoded(hand.agreement, f"site {name}") for name, table in hand.tables.items()
-        ]
-        return cls(_joined(each, hand.names), [judged_rows(hand.network, own, hand.agreement) for own in each])
+    def joined(self, final: bool) -> Prepared:
+        """Return the rows of all sites together, one part for each."""
+        if final not in self._joined:
+            each = [site.last if final else site.trial for site in self.sites]
+            self._joined[final] = _joined(each, self.names)
+        return self._joined[final]
 
 
 def _joined(each: Sequence[Prepared], names: Sequence[str]) -> Prepared:

@@ -25,13 +25,15 @@ from nestfed.experiment.study import Training, reject_unfit
 from nestfed.metrics import find
 from nestfed.queries import TRAINING, Answers, Arrays, Ask, Query, Question
 from nestfed.queries.agreement import Agreement
-from nestfed.queries.newton import FACTS, Path, regression, regression_path
+from nestfed.queries.newton import FACTS, OUTER, SUMS, Path, network_parameters, ridge_regression
 from nestfed.queries.solve import Fit
 
 LOG = logging.getLogger(__name__)
 EXTEND = 2
 """How often a grid whose best step is at its end is extended by the next step."""
 LOGISTIC = "logistic regression"
+QUERIES = (FACTS, SUMS, OUTER)
+"""What a study asks besides what every run over tables asks."""
 
 
 @dataclass(frozen=True)
@@ -153,32 +155,16 @@ def exact_regression(sites: Sites) -> Exact:
     """Fit logistic regression over all sites, with the ridge penalty that is best on validation rows."""
     agreement = sites.agreement
     names, classes = agreement.encoding.inputs, len(agreement.classes)
-    trial, final = asking(sites, final=False), asking(sites)
-    path = regression_path(trial, "logistic", names, classes=classes)
-    first = _fit(trial, names, classes, path.best)
-    last = _fit(final, names, classes, path.best)
+    first, last, path = ridge_regression(asking(sites, final=False), asking(sites), names, classes)
     way = Way(
         LOGISTIC,
-        as_vector(last.coef, classes),
-        as_vector(first.coef, classes),
+        network_parameters(last.coef, classes),
+        network_parameters(first.coef, classes),
         {"ridge": path.best},
         {f"ridge={ridge:.3g}": loss for ridge, loss in zip(path.ridges, path.losses)},
         rounds=last.iterations,
     )
     return Exact(way, last, path)
-
-
-def _fit(ask: Ask, names: Sequence[str], classes: int, per_row: float) -> Fit:
-    rows = sum(int(reply["rows"]) for reply in ask(FACTS, classes=classes).values())
-    return regression(ask, "logistic", names, classes=classes, ridge=per_row * rows)
-
-
-def as_vector(coef: np.ndarray, classes: int) -> np.ndarray:
-    """Return the coefficients of a logistic regression, intercepts first, as the parameters of a linear network."""
-    outputs = coef.reshape(classes - 1, -1)
-    if classes > 2:  # the regression compares every class with the first one
-        outputs = np.concatenate([np.zeros((1, outputs.shape[1])), outputs])
-    return np.concatenate([outputs[:, 1:].ravel(), outputs[:, 0]])
 
 
 # ------------------------------------------------------------------------------------- tuning and training
@@ -194,7 +180,7 @@ def _tuned(study: Experiment, sites: Sites, name: str, start: Way | None, tell: 
     for _ in range(1 + EXTEND):
         tried += [_tried(study, sites, name, settings, steps, metric, start) for settings in todo]
         at = choice.choose(metric, [option for _, _, option in tried])
-        todo = _further(tried[at][0], steps, [settings for settings, _, _ in tried])
+        todo = _further(metric, steps, [(settings, option) for settings, _, option in tried])
         if not todo:
             break
     settings, trial, _ = tried[at]
@@ -232,13 +218,21 @@ def _tried(
 
 
 def _further(
-    chosen: dict[str, float], steps: Sequence[str], tried: Sequence[dict[str, float]]
+    metric: Metric, steps: Sequence[str], tried: Sequence[tuple[dict[str, float], choice.Option]]
 ) -> list[dict[str, float]]:
-    """Return the next settings if the chosen step is the smallest or the largest of those tried."""
+    """Return the next settings if the best value is at the end of the steps that were tried, and better beyond noise.
+
+    A training that starts from the exact optimum often ends near it with every step; then no step is better.
+    """
     if len(steps) != 1:
         return []
-    beyond = choice.beyond(chosen[steps[0]], [settings[steps[0]] for settings in tried])
-    return [] if beyond is None else [{**chosen, steps[0]: beyond}]
+    known = [(settings, option) for settings, option in tried if not math.isnan(_value(option))]
+    settings, best = known[choice.best(metric, [option for _, option in known])]
+    step = settings[steps[0]]
+    beyond = choice.beyond(step, [other[steps[0]] for other, _ in tried])
+    others = [option for other, option in known if other[steps[0]] != step]
+    clear = all(metric.signed(best.value) - metric.signed(o.value) > choice.noise(best, o) for o in others)
+    return [{**settings, steps[0]: beyond}] if beyond is not None and clear else []
 
 
 def _best_round(history: Sequence[Record], metric: Metric) -> int:

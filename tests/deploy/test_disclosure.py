@@ -120,6 +120,20 @@ def test_no_small_cell_leaves_a_site(tmp_path: Path) -> None:
     assert read_record(careful / "run" / "record.jsonl")[-1]["auroc"] > 0.7
 
 
+def test_a_site_with_a_rule_sends_no_numbers_of_single_rows(tmp_path: Path) -> None:
+    """FedXL's contributions are scores of single rows with their classes; they once left sites whatever their min-cell."""
+    experiment = from_tables(
+        {
+            **study(algorithm={"name": "fedxl1", "eta": 0.1, "passive": 0}).source,
+            "problem": {"name": "paired-auroc", "first": 4, "second": 4},
+        }
+    )
+    grid = at_clinics(tmp_path, experiment, min_cell=10)
+    with pytest.raises(NestfedError, match="scores of single rows, which its min_cell forbids"):
+        coordinate(experiment, tmp_path, grid, sites=5)
+    assert not any(k.startswith("gathered.") for _, _, reply in grid.messages for k in arrays_of(reply))
+
+
 def test_a_site_with_too_few_rows_does_not_take_part(tmp_path: Path) -> None:
     experiment = study()
     grid = at_clinics(tmp_path, experiment, min_cell=10)

@@ -39,7 +39,7 @@ from nestfed.deploy.flower.messages import (
     write_plan,
 )
 from nestfed.deploy.node import Node
-from nestfed.deploy.preflight import counts, examine, machine
+from nestfed.deploy.preflight import examine, forbidden, machine
 from nestfed.deploy.wire import Packed, numbers, pack, tensors
 from nestfed.engine.local import Local
 from nestfed.engine.probe import first_batch
@@ -158,19 +158,22 @@ def _hello(site: _Site) -> bytes:
     from nestfed.experiment.site import raw_rows
 
     study, node = site.study, site.node
+    authority = os.environ.get(AUTHORITY_PATH)
+    problems = [*machine(node.state, Path(authority) if authority else None)]
     if isinstance(study, Custom):
-        rows = dict.fromkeys(PARTS, 0) | {TRAINING: as_clients(study.make().clients).examples(node.place.n)}
-        problems = [*machine(node.state)]
+        made = study.make()
+        rows = dict.fromkeys(PARTS, 0) | {TRAINING: as_clients(made.clients).examples(node.place.n)}
+        problems += forbidden(rows[TRAINING], made.algorithm.describes_rows, node.min_cell)
     else:
         found = examine(study, node.place, node.min_cell, lambda: raw_rows(study, node.place))
-        rows = counts(found.rows, node.min_cell)
-        authority = os.environ.get(AUTHORITY_PATH)
-        problems = [*found.problems, *machine(node.state, Path(authority) if authority else None)]
+        rows = {part: len(found.rows.get(part, ())) for part in PARTS}
+        problems += found.problems
     for problem in problems:
         LOG.warning("%s", problem.sentence)
     kinds = list(dict.fromkeys(problem.kind for problem in problems))
     site.audit.add("registered", digest=study.digest(), problems=kinds)
-    return site.reply({}, site=node.name, rows=rows, torch=torch.__version__, problems=kinds, clock=time.time())
+    told = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
+    return site.reply({}, site=node.name, rows=told, torch=torch.__version__, problems=kinds, clock=time.time())
 
 
 def _answer(site: _Site) -> bytes:
@@ -191,7 +194,9 @@ def _rows(site: _Site) -> Mapping[str, Rows]:
         return {}
     if "final" in site.words:
         agreement, _ = _agreed(site)
-        return inputs_at(study, place, agreement, Network.of(study, agreement), bool(site.words["final"]))
+        return inputs_at(
+            study, place, site.node.name, agreement, Network.of(study, agreement), bool(site.words["final"])
+        )
     return raw_rows(study.with_overrides(FINAL) if study.is_study else study, place)
 
 

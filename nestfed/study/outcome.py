@@ -1,0 +1,143 @@
+"""What a study found: which model to release and why, how good it is, its calibration and thresholds. All by queries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nestfed.experiment.spec import Experiment
+from nestfed.queries import VALIDATION
+from nestfed.queries.scores import LOG_ODDS, LOGITS
+from nestfed.study import conduct as conducting
+from nestfed.study import decide
+from nestfed.study import judge as judging
+from nestfed.study import recalibrate as recalibrating
+from nestfed.study.conduct import LOG, Conducted, Sites, Way, asking, choosing, conduct
+from nestfed.study.counts import Candidate, Counts, count
+from nestfed.study.decide import Calibration, Threshold
+from nestfed.study.importance import Importance, importance, inputs_by_column
+from nestfed.study.judge import judge
+from nestfed.study.metric_table import MetricTable
+from nestfed.study.recalibrate import Agreement, Recalibration, agreement, calibrate, recalibrate
+
+QUERIES = (*conducting.QUERIES, *judging.QUERIES, *recalibrating.QUERIES)
+"""What a study asks besides what every run over tables asks."""
+ALONE = "every site alone"
+"""Every site's own logistic regression, judged on its own rows."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a study: all that the report and the released model need."""
+
+    conducted: Conducted
+    released: Way
+    why: str
+    """Why this model is released, in a sentence."""
+    validation: MetricTable
+    """The models of the chosen trials on validation rows, on which the choice rests."""
+    test: MetricTable
+    """The last models on test rows."""
+    counts: Counts
+    """The counts of the released model's calibrated scores of the test rows; also by every site's own calibration."""
+    calibration: Calibration
+    recalibration: Recalibration | None = None
+    """None unless there are two classes."""
+    agreements: Mapping[str, Agreement] | None = None
+    """Calibration slope and intercept on test rows, by group."""
+    thresholds: tuple[Threshold, ...] = ()
+    importances: Sequence[Importance] = ()
+    """Empty for a linear score, whose coefficients say more."""
+    seconds: float = 0.0
+
+    @property
+    def metric(self) -> str:
+        """The metric that decides."""
+        return choosing(self.conducted.study).name
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        """All trained models, logistic regression last."""
+        return (*self.conducted.ways, self.conducted.exact.way)
+
+
+def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.info) -> Outcome:
+    """Conduct a study; choose the model on validation rows, and judge it on test rows."""
+    began = time.perf_counter()
+    found = conduct(study, sites, tell)
+    tell("judging on validation and test rows")
+    metric, names = choosing(study).name, list(sites.names)
+    ways = [*found.ways, found.exact.way]
+    kind = LOG_ODDS if len(found.agreement.classes) == 2 else LOGITS
+    trial, final = asking(sites, final=False), asking(sites)
+    fallback = found.exact.way if found.network.is_linear else _way(ways, study.study.baseline)
+    validation = judge(
+        trial, {way.name: way.trial for way in ways}, kind=kind, metrics=[metric], reference=fallback.name, sites=names,
+        part=VALIDATION,
+    )  # fmt: skip
+    released, why = _choose(study, ways, fallback, validation)
+    alone = {ALONE: Candidate(None)}
+    if kind == LOGITS:
+        last = {way.name: Candidate(way.x) for way in ways}
+        test = judge(final, last | alone, kind=kind, reference=released.name, sites=names)
+        counts = count(final, {released.name: Candidate(released.x)}, kind, sites=names)
+        return Outcome(
+            found, released, why, validation, test, counts, Calibration(), seconds=time.perf_counter() - began
+        )
+    # Every model is calibrated on the validation rows, which its trial has not seen, so that probabilities compare.
+    maps = {way.name: calibrate(trial, way.trial) for way in ways}
+    common = maps[released.name]
+    adapted = recalibrate(trial, released.trial, common, names)
+    used = common if study.study.calibration == "common" else adapted.calibration
+    last = {way.name: Candidate(way.x, maps[way.name]) for way in ways} | {released.name: Candidate(released.x, used)}
+    test = judge(
+        final, last | alone, kind=kind, metrics=_metrics(metric), subgroups=study.study.subgroups,
+        reference=study.study.baseline, sites=names,
+    )  # fmt: skip
+    both = {"common": Candidate(released.x, common), "by site": Candidate(released.x, adapted.calibration)}
+    counts = count(final, both, kind, sites=names)
+    chosen = count(trial, {"": Candidate(released.trial, used)}, kind, sites=names, part=VALIDATION)
+    thresholds = decide.thresholds(
+        chosen.tally(""), counts.tally("common" if used is common else "by site"), study.study.thresholds
+    )
+    importances: Sequence[Importance] = ()
+    if not found.network.is_linear:
+        tell("permuting columns")
+        importances = importance(
+            final, last[released.name], inputs_by_column(found.agreement.encoding), kind=kind, metric=metric
+        )
+    agreements = agreement(final, released.x, used, names)
+    return Outcome(
+        found, released, why, validation, test, counts, used, adapted, agreements, thresholds, importances,
+        time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _metrics(metric: str) -> list[str]:
+    return list(dict.fromkeys([metric, "auroc", "ap", "brier", "log_loss"]))
+
+
+def _way(ways: Sequence[Way], name: str) -> Way:
+    return next(way for way in ways if way.name == name)
+
+
+def _choose(study: Experiment, ways: Sequence[Way], fallback: Way, validation: MetricTable) -> tuple[Way, str]:
+    """Return the model to release and the reason, in a sentence."""
+    metric = choosing(study)
+    if study.study.release == "first":
+        return ways[0], f"{ways[0].name} is released because the study names it; see how it compares with the others."
+    better = [
+        way for way in ways if way is not fallback and validation.entry(way.name, metric.name).better(metric.name)
+    ]
+    if not better:
+        return fallback, (
+            f"{fallback.name} is released: on the validation rows, no other model's {metric.name} is better with 95 % confidence."
+        )
+    best = max(better, key=lambda way: metric.signed(validation.entry(way.name, metric.name).value.value))
+    gain = validation.entry(best.name, metric.name).difference
+    assert gain is not None
+    return best, (
+        f"{best.name} is released: on the validation rows its {metric.name} is better than that of {fallback.name} by "
+        f"{abs(gain.value):.3f} (95 % interval {gain.low:+.3f} to {gain.high:+.3f})."
+    )

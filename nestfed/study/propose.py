@@ -1,0 +1,95 @@
+"""Write the experiment file of a study from what a person asks for and the sizes of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from nestfed.core import unknown
+
+BATCH = 32
+STEPS = (4, 50)
+"""The least and the most local steps of a round."""
+ROUNDS, EVERY, PATIENCE = 100, 2, 5
+"""The most rounds, the rounds between two looks at the validation rows, and the looks without a better value."""
+GRID = (0.01, 0.1, 1.0)
+"""The step sizes that every method tries; a best step at the end of the grid adds the next one, at most twice."""
+
+Tables = dict[str, Any]
+
+BASELINES: Mapping[str, Tables] = {
+    "fedavg": {"problem": {"name": "classify"}, "algorithm": {"name": "fedavg"}, "tune": {"eta": GRID}},
+    "fedavg-balanced": {
+        "problem": {"name": "classify", "balanced": True}, "algorithm": {"name": "fedavg"}, "tune": {"eta": GRID},
+    },
+}  # fmt: skip
+"""What every study of two classes is compared with."""
+PROPOSED: Mapping[str, Tables] = {
+    "auroc": {
+        "problem": {"name": "auroc"}, "algorithm": {"name": "fmgda", "c_hat": 1.0, "c": 1.0}, "tune": {"eta": GRID},
+    },
+    "auprc": {"problem": {"name": "auprc"}, "algorithm": {"name": "fcsg-m", "beta": 0.5}, "tune": {"alpha": GRID}},
+    "pairwise": {"problem": {"name": "paired-auroc"}, "algorithm": {"name": "fedavg"}, "tune": {"eta": GRID}},
+    "partial-auroc": {
+        "problem": {"name": "partial-auroc"}, "algorithm": {"name": "fcsg-m", "beta": 0.5}, "tune": {"alpha": GRID},
+    },
+}  # fmt: skip
+"""The nested objectives, each with its method."""
+METRIC: Mapping[str, str] = {
+    "auto": "auroc", "auroc": "auroc", "auprc": "ap", "pairwise": "auroc", "partial-auroc": "auroc", "accuracy": "accuracy",
+}  # fmt: skip
+"""What decides on validation rows, by objective."""
+OBJECTIVES = ("auto", *PROPOSED, "accuracy")
+
+
+def proposed(
+    target: str,
+    objective: str,
+    rows: Sequence[int],
+    classes: Sequence[str],
+    *,
+    data: Mapping[str, Any] | None = None,
+    sites: Mapping[str, str] | None = None,
+    hidden: Sequence[int] = (),
+    rounds: int = 0,
+    q: int = 0,
+    seed: int = 0,
+    study: Mapping[str, Any] | None = None,
+) -> Tables:
+    """Return the tables of a study.
+
+    - `rows`: the number of rows of each site.
+    - `data`, `study`: further settings of [data] and [study].
+    - `sites`: the file of each site, if the tables are at hand.
+    - `rounds`, `q`: 0 = from the sizes of the tables.
+    """
+    if objective not in OBJECTIVES:
+        raise unknown("objective", objective, OBJECTIVES)
+    training = 0.75 * 0.75 * median(rows)
+    binary = len(classes) == 2
+    if not binary or objective == "accuracy":
+        methods = {"fedavg": BASELINES["fedavg"]}
+    else:
+        wanted = PROPOSED if objective == "auto" else {objective: PROPOSED[objective]}
+        methods = {**wanted, **BASELINES}
+    first = next(iter(methods.values()))
+    least, most = STEPS
+    tables: Tables = {
+        "data": {"target": target, "classes": list(classes), "test": 0.25, "validation": 0.25, **(data or {})},
+        "model": {"name": "mlp", "hidden": list(hidden)},
+        "problem": dict(first["problem"]),
+        "run": {"rounds": rounds or ROUNDS, "q": q or min(max(round(training / BATCH), least), most), "seed": seed},
+        "evaluation": {
+            "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": METRIC[objective] if binary else "accuracy",
+        },
+        "study": dict(study or {}),
+        "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},
+    }  # fmt: skip
+    if sites:
+        tables["sites"] = dict(sites)
+    return tables
+
+
+def _plain(table: Mapping[str, Any]) -> Tables:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in table.items()}

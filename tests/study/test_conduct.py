@@ -1,0 +1,177 @@
+"""A study gives the same result with its tables at hand and over Flower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from nestfed.core import NestfedError
+from nestfed.experiment.site import own_table
+from nestfed.experiment.spec import Experiment, from_tables
+from nestfed.experiment.study import Training
+from nestfed.queries import SCORES, Question
+from nestfed.queries.newton import RIDGES, network_parameters
+from nestfed.queries.scores import RANKING, judged
+from nestfed.study.at_hand import AtHand
+from nestfed.study.conduct import Conducted, conduct
+
+GRID = [0.03, 0.3]
+TABLES: dict[str, Any] = {
+    "data": {"target": "died", "classes": ["no", "yes"], "validation": 0.25, "test": 0.25},
+    "model": {"name": "mlp", "hidden": []},
+    "problem": {"name": "auroc"},
+    "run": {"rounds": 6, "q": 4},
+    "evaluation": {"every": 2, "keep": "best", "metric": "auroc", "patience": 2},
+    "study": {},
+    "methods": {
+        "auroc": {"algorithm": {"name": "fmgda", "c_hat": 1.0, "c": 1.0}, "tune": {"eta": GRID}},
+        "fedavg": {"problem": {"name": "classify"}, "tune": {"eta": GRID}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three hospitals with a number, a category, and missing values; their rates and ages differ."""
+    folder, rng = tmp_path_factory.mktemp("sites"), np.random.default_rng(0)
+    found = {}
+    for n, rows in enumerate((240, 160, 120)):
+        age, sex = rng.normal(60 + 5 * n, 10, rows), rng.choice(["f", "m"], rows)
+        risk = 0.06 * (age - 65) + 0.8 * (sex == "m") + 0.5 * n - 0.5
+        died = np.where(rng.random(rows) < 1 / (1 + np.exp(-risk)), "yes", "no")
+        table = pd.DataFrame({"age": np.where(rng.random(rows) < 0.1, np.nan, age), "sex": sex, "died": died})
+        found[f"site-{n}"] = folder / f"site-{n}.csv"
+        table.to_csv(found[f"site-{n}"], index=False)
+    return found
+
+
+def study_of(**changes: Any) -> Experiment:
+    return from_tables({**TABLES, **changes})
+
+
+def at_hand(study: Experiment, files: dict[str, Path], folder: Path) -> AtHand:
+    tables = {name: own_table(study, str(path))[0] for name, path in files.items()}
+    return AtHand(study, tables, directory=folder, progress=False)
+
+
+def conducted(study: Experiment, files: dict[str, Path], folder: Path) -> tuple[AtHand, Conducted]:
+    hand = at_hand(study, files, folder)
+    return hand, conduct(study, hand)
+
+
+def test_exact_regression_is_that_of_the_pooled_rows(files: dict[str, Path], tmp_path: Path) -> None:
+    """The baseline, and the start of all training, against scikit-learn on the pooled training and validation rows."""
+    hand, found = conducted(study_of(), files, tmp_path)
+    rows = [site.by_part(True)["training"] for site in hand.sites]
+    x, y = np.concatenate([r.x for r in rows]), np.concatenate([r.y for r in rows])
+    ridge = found.exact.path.best * len(x)
+    pooled = LogisticRegression(C=1 / ridge, tol=1e-12, max_iter=10_000).fit(x, y)
+    np.testing.assert_allclose(found.exact.way.x, np.r_[pooled.coef_[0], pooled.intercept_], atol=1e-5)
+    asked = hand.ask_all([Question(SCORES, "test", {"kind": RANKING})], x=found.exact.way.x)
+    test = [site.by_part(True)["test"] for site in hand.sites]
+    truth = roc_auc_score(np.concatenate([r.y for r in test]), np.concatenate([r.x for r in test]) @ pooled.coef_[0])
+    value = judged([asked[n]["scores.test"] for n in asked], RANKING)
+    assert value["auroc"] == pytest.approx(truth, abs=value["auroc_error"] + 1e-6)
+
+
+def test_the_last_trainings_use_the_validation_rows_and_the_trials_do_not(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    hand = at_hand(study_of(), files, tmp_path)
+    sizes = {final: [len(site.by_part(final)["training"]) for site in hand.sites] for final in (True, False)}
+    held = [len(site.by_part(False)["validation"]) for site in hand.sites]
+    assert sizes[True] == [a + b for a, b in zip(sizes[False], held)]
+    assert all("validation" not in parts for parts in (site.by_part(True) for site in hand.sites))
+
+
+def deployed(study: Experiment, files: dict[str, Path], folder: Path, patch: pytest.MonkeyPatch) -> Conducted:
+    from nestfed.deploy.flower import server
+    from tests.flower import alone, coordinate, federation
+
+    alone(patch)
+    found: list[Conducted] = []
+    patch.setattr(server, "conduct", lambda *given: found.append(conduct(*given)))
+    grid = federation(study, folder, len(files))
+    for (name, path), config in zip(files.items(), grid.configs.values()):
+        config |= {"site": name, "data": str(path)}
+    coordinate(study, folder, grid, sites=len(files))
+    return found[0]
+
+
+def test_a_sites_own_model_is_a_converged_regression_on_its_rows(files: dict[str, Path], tmp_path: Path) -> None:
+    hand = at_hand(study_of(), files, tmp_path)
+    asked = hand.ask_all([Question(SCORES, "test", {"kind": RANKING, "own": True})])
+    for n, site in enumerate(hand.sites):
+        rows, test = site.by_part(True)["training"], site.by_part(True)["test"]
+        fits = [
+            LogisticRegression(C=1 / (ridge * len(rows)), tol=1e-12, max_iter=10_000).fit(rows.x, rows.y)
+            for ridge in RIDGES
+        ]
+        distances = [np.abs(np.r_[fit.coef_[0], fit.intercept_] - site.own_model).max() for fit in fits]
+        assert min(distances) < 1e-4
+        truth = roc_auc_score(test.y, fits[int(np.argmin(distances))].decision_function(test.x))
+        value = judged([asked[n]["scores.test"]], RANKING)
+        assert value["auroc"] == pytest.approx(truth, abs=value["auroc_error"] + 1e-9)
+
+
+def test_deployed_and_at_hand_agree(files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    study = study_of()
+    _, here = conducted(study, files, tmp_path / "here")
+    there = deployed(study, files, tmp_path, monkeypatch)
+    assert list(there.names) == list(here.names)
+    assert [way.name for way in there.ways] == [way.name for way in here.ways]
+    assert there.exact.path.best == here.exact.path.best
+    np.testing.assert_allclose(there.exact.way.x, here.exact.way.x, rtol=1e-9, atol=1e-12)
+    for mine, theirs in zip(here.ways, there.ways):
+        assert mine.settings == theirs.settings
+        assert mine.rounds == theirs.rounds
+        assert mine.trials.keys() == theirs.trials.keys()
+        np.testing.assert_allclose(list(mine.trials.values()), list(theirs.trials.values()), atol=1e-9)
+        np.testing.assert_allclose(mine.x, theirs.x, rtol=1e-5, atol=1e-6)
+
+
+def test_a_study_of_three_classes(files: dict[str, Path], tmp_path: Path) -> None:
+    """Coefficients of several classes as the parameters of a linear network give the regression's probabilities."""
+    coef = np.array([[0.5, 1.0, -1.0], [0.2, 0.0, 2.0]])
+    vector = network_parameters(coef.ravel(), 3)
+    x = np.random.default_rng(0).normal(size=(5, 2))
+    logits = x @ vector[:6].reshape(3, 2).T + vector[6:]
+    np.testing.assert_allclose(logits[:, 1:] - logits[:, :1], np.c_[np.ones(5), x] @ coef.T)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"methods": {}}, "A study needs methods"),
+        ({"study": {"baseline": "fedprox"}}, "study.baseline is 'fedprox', but the methods are auroc, fedavg"),
+        ({"study": {"calibration": "isotonic"}}, "study.calibration must be common or sites"),
+        (
+            {"methods": {"fedavg": {"problem": {"name": "classify"}, "tune": {"eta": {"low": 0.1, "high": 1.0}}}}},
+            "methods.fedavg.tune.algorithm.eta must be a list of numbers",
+        ),
+    ],
+)
+def test_an_unfit_study_is_rejected(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(NestfedError, match=sentence):
+        conduct(study_of(**changes), AtHand(study_of(), {}, directory=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"method": "other", "settings": {}, "final": False, "rounds": 0},
+        {"method": "fedavg", "settings": {"problem.batch": 1.0}, "final": False, "rounds": 0},
+        {"method": "fedavg"},
+        None,
+    ],
+)
+def test_a_site_trains_only_what_its_study_has(found: Any) -> None:
+    with pytest.raises(NestfedError):
+        Training.from_json(found).experiment(study_of())

@@ -53,8 +53,9 @@ def written(temporary: Path, name: Callable[[], Path]) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         temporary.replace(name())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise NestfedError(f"Cannot write {name()}: {error.strerror or error}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def make_directory(path: Path) -> Path:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nestfed.cli.deploy import deploy_app
-from nestfed.cli.study import lr_find_command, predict_command, train_command
+from nestfed.cli.model import adapt_command, diff_command, monitor_command, onnx_command, predict_command
+from nestfed.cli.study import lr_find_command, train_command
+from nestfed.cli.tables import schema_command
 from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, PLUGINS, Algorithm, NestfedError, load_plugins
 from nestfed.report.page import size
 
@@ -33,7 +35,12 @@ app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 app.command("train")(train_command)
 app.command("predict")(predict_command)
+app.command("monitor")(monitor_command)
+app.command("adapt")(adapt_command)
+app.command("diff")(diff_command)
+app.command("onnx")(onnx_command)
 app.command("lr-find")(lr_find_command)
+app.command("schema")(schema_command)
 
 File = Annotated[str, typer.Argument(help="An experiment file, or a name from `nestfed list`.")]
 Overrides = Annotated[

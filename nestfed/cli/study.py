@@ -1,4 +1,4 @@
-"""The commands `train`, `predict` and `lr-find`, for one table per site."""
+"""The commands `train` and `lr-find`, for one table per site."""
 
 # Slow imports are inside the commands, so that `nestfed --help` is fast.
 from __future__ import annotations
@@ -11,15 +11,24 @@ from typing import Annotated
 
 import typer
 
+from nestfed.cli.tables import (
+    Categorical,
+    Date,
+    Decimal,
+    Drop,
+    Encoding,
+    Group,
+    Missing,
+    Sep,
+    SplitBy,
+    TestFrom,
+    note,
+    table_schema,
+)
+
 Files = Annotated[list[Path], typer.Argument(help="One table per site: .csv, .csv.gz or .parquet.")]
 Target = Annotated[str, typer.Option("--target", help="The column to predict.")]
 Objective = Annotated[str, typer.Option("--objective", help="Train for auroc, auprc or accuracy.")]
-Group = Annotated[
-    str, typer.Option("--group", help="Never split rows with equal values in this column.", show_default="none")
-]
-Drop = Annotated[
-    list[str] | None, typer.Option("--drop", help="A column to leave out; repeat for several.", show_default="none")
-]
 Positive = Annotated[
     str, typer.Option("--positive", help="The target's positive value.", show_default="last in sorted order")
 ]
@@ -38,6 +47,14 @@ def train_command(
     objective: Objective = "auroc",
     group: Group = "",
     drop: Drop = None,
+    split_by: SplitBy = "",
+    test_from: TestFrom = "",
+    categorical: Categorical = None,
+    missing: Missing = None,
+    date: Date = None,
+    sep: Sep = "",
+    decimal: Decimal = "",
+    encoding: Encoding = "",
     positive: Positive = "",
     rounds: Rounds = 50,
     q: Q = 10,
@@ -46,22 +63,29 @@ def train_command(
     out: Annotated[
         Path | None, typer.Option("--out", help="Output directory.", show_default="runs/train-TARGET")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model in the output directory.")] = False,
 ) -> None:
     """Train a model across sites, compare it with FedAvg and local training, and write a report."""
+    from nestfed.data.faults import COMMAND_LINE
     from nestfed.study import export
     from nestfed.study.tables import read_sites
     from nestfed.study.train import train
 
+    schema = table_schema(categorical, missing, date, sep, decimal, encoding)
     place = out or Path("runs") / f"train-{target}"
-    export.claim(place, target, objective)
+    export.claim(place, force=force)
     with _warnings_in_one_line():
-        data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
+        data = read_sites(
+            files, target, group=group, drop=drop or (), positive=positive, schema=schema, split_by=split_by,
+            test_from=test_from, entrance=COMMAND_LINE,
+        )  # fmt: skip
+        note(data.notes)
         if len(data.classes) == 2:
             typer.echo(f"{len(data.sites)} sites; {target} = {data.classes[1]} is the positive class.")
         outcome = train(
             data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
         )
-    written = export.write(outcome, place, files)
+    written = export.write(outcome, place, files, force=force)
     columns, rows = export.results(outcome)
     typer.echo()
     _table([columns, *([str(cell) for cell in row] for row in rows)])
@@ -73,24 +97,20 @@ def train_command(
         typer.echo(f"{name:<11} {path}")
 
 
-def predict_command(
-    model: Annotated[Path, typer.Argument(help="Output directory of `nestfed train`.")],
-    file: Annotated[Path, typer.Argument(help="A table with the same columns; the target may be missing.")],
-    out: Annotated[Path, typer.Option("--out", help="Output file with the probabilities.")] = Path("predictions.csv"),
-) -> None:
-    """Predict probabilities for the rows of a table with a trained model."""
-    from nestfed.study.predict import predict
-
-    rows = predict(model, file, out)
-    typer.echo(f"{rows} rows: {out}")
-
-
 def lr_find_command(
     files: Files,
     target: Target,
     objective: Objective = "auroc",
     group: Group = "",
     drop: Drop = None,
+    split_by: SplitBy = "",
+    test_from: TestFrom = "",
+    categorical: Categorical = None,
+    missing: Missing = None,
+    date: Date = None,
+    sep: Sep = "",
+    decimal: Decimal = "",
+    encoding: Encoding = "",
     positive: Positive = "",
     rounds: Rounds = 50,
     q: Q = 10,
@@ -99,15 +119,20 @@ def lr_find_command(
     out: Annotated[Path, typer.Option("--out", help="Output file of the plot, or its directory.")] = Path("lr.png"),
 ) -> None:
     """Try step sizes in short runs and plot the validation metric against them."""
+    from nestfed.data.faults import COMMAND_LINE
     from nestfed.report.drawing import drawable
     from nestfed.study.lr_find import lr_find
     from nestfed.study.tables import read_sites
     from nestfed.study.train import find_kind
 
-    kind = find_kind(objective)
+    kind, schema = find_kind(objective), table_schema(categorical, missing, date, sep, decimal, encoding)
     out = out if out.suffix and not out.is_dir() else out / "lr.png"
     with _warnings_in_one_line():
-        data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
+        data = read_sites(
+            files, target, group=group, drop=drop or (), positive=positive, schema=schema, split_by=split_by,
+            test_from=test_from, entrance=COMMAND_LINE,
+        )  # fmt: skip
+        note(data.notes)
         estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)
         found = lr_find(estimator, data.sites)
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])

@@ -7,7 +7,7 @@ coordinator gets only the kinds, and says what each means in words that quote no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from nestfed.deploy.disk import scarce
 from nestfed.queries import TRAINING, Rows
 
 if TYPE_CHECKING:
-    from nestfed.experiment.prepare import DataSpec
     from nestfed.experiment.site import Place
     from nestfed.experiment.spec import Experiment
 
@@ -36,7 +35,9 @@ class Kind:
 KINDS = {
     "data": Kind("its data cannot be read"),
     "target": Kind("its table has no column for data.target"),
-    "columns": Kind("its table lacks columns that the study names in data.columns, data.group or data.drop"),
+    "columns": Kind(
+        "its table lacks columns that the study names in data.columns, data.group, data.split_by or data.drop"
+    ),
     "labels": Kind("its target column has missing values, or values that the study does not name in data.classes"),
     "features": Kind("some of its columns cannot be used"),
     "too-few": Kind("it has fewer rows than its min_cell"),
@@ -80,7 +81,7 @@ def examine(study: Experiment, place: Place, min_cell: int, read: Callable[[], M
     try:
         rows = read()
     except NestfedError as error:
-        found = tuple(_wrong(study.data, Path(place.file))) if place.file else ()
+        found = tuple(_wrong(study, Path(place.file))) if place.file else ()
         return Examined({}, found or (Problem("data", str(error)),))
     training = len(rows.get(TRAINING, ()))
     wrong = [*forbidden(training, describes_rows(study), min_cell), *_of_classes(rows.get(TRAINING), min_cell)]
@@ -103,41 +104,45 @@ def describes_rows(study: Experiment) -> bool:
     return any(method(one).describes_rows for one in trained)
 
 
-def _wrong(data: DataSpec, path: Path) -> Iterator[Problem]:
-    """Yield what is wrong with a table, column by column, so that all of it can be repaired at once."""
-    from nestfed.data.tables import as_dataset, read_columns, require_column, table_of
+def _wrong(study: Experiment, path: Path) -> Iterator[Problem]:
+    """Yield all that is wrong with a table: its file, its columns, its target, its features."""
+    from nestfed.data.faults import FILE, Faults
+    from nestfed.data.readers import read_table, require_column
+    from nestfed.data.tables import Roles, as_datasets, tables_of
 
+    data, schema = study.data, study.schema
     try:
-        table = read_columns(path)
+        raw = read_table(path, schema.form, schema.as_text)
     except NestfedError as error:
         yield Problem("data", str(error))
         return
-
-    def problem(kind: str, check: Any, *arguments: Any, **options: Any) -> Iterator[Problem]:
+    named = [name for name in dict.fromkeys((*data.columns, data.group, data.split_by, *data.drop)) if name]
+    for name in (data.target, *named):
         try:
-            check(*arguments, **options)
+            require_column(raw.where, name, raw.columns)
         except NestfedError as error:
-            yield Problem(kind, str(error))
+            yield Problem("target" if name == data.target else "columns", str(error))
+    if path.suffix.lower() == ".npz":
+        return
+    labels, features = Faults(FILE), Faults(FILE)
+    if data.target in raw.columns:
+        # A feature without content, to look at the target alone.
+        alone = replace(raw, columns={data.target: raw.columns[data.target], "": _zeros(len(raw))})
+        known = replace(schema, columns={k: v for k, v in schema.columns.items() if k == data.target})
+        with labels.noting():
+            as_datasets([alone], Roles(data.target, classes=data.classes or None, kind=data.target_kind), known, labels)
+    rest = replace(raw, columns={k: v for k, v in raw.columns.items() if k not in (data.target, *named)})
+    with features.noting():
+        tables_of([rest], schema.besides((data.target, *named)).decided(), features)
+    yield from (Problem("labels", sentence) for sentence in labels.found)
+    yield from (Problem("features", sentence) for sentence in features.found)
 
-    yield from problem("target", require_column, path, data.target, table)
-    group = (data.group,) if data.group else ()
-    named = dict.fromkeys((*data.columns, *group, *data.drop))
-    for name in named:
-        yield from problem("columns", require_column, path, name, table)
-    if data.target in table:
-        alone = {data.target: table[data.target], **_features(path, len(table[data.target]))}
-        yield from problem("labels", as_dataset, path, alone, data.target, classes=data.classes or None)
-    if path.suffix.lower() != ".npz":
-        for name in table.keys() - {data.target, *named}:
-            yield from problem("features", table_of, str(path), {name: table[name]})
 
-
-def _features(path: Path, rows: int) -> dict[str, Any]:
-    """Return features without content, to look at a target alone."""
+def _zeros(rows: int) -> Any:
+    """Return a column of zeros."""
     import pandas as pd
 
-    zeros = np.zeros((rows, 1))
-    return {"x": zeros} if path.suffix.lower() == ".npz" else {"": pd.Series(zeros[:, 0])}
+    return pd.Series(np.zeros(rows))
 
 
 def _of_classes(training: Rows | None, min_cell: int) -> Iterator[Problem]:

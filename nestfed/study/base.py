@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, save
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
@@ -26,12 +26,12 @@ from nestfed.engine.options import Evaluation, Exchange, Execution
 from nestfed.engine.round import Record
 from nestfed.engine.simulate import Result, simulate
 from nestfed.engine.warm_up import WarmUp
-from nestfed.files import make_directory, write_model
 from nestfed.models import Mlp, build
-from nestfed.study import advice
+from nestfed.study import advice, sealed
 from nestfed.study.sites import DataError
 
 FORMAT = 2
+WHAT, FACTS, PARAMETERS = "saved estimator", "estimator.json", "model.safetensors"
 ATTEMPTS, SHRINK = 4, 4.0
 """Attempts with an automatic step size, and its divisor after each divergence."""
 
@@ -217,11 +217,11 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
     # -----------------------------------------------------------------------------------------------------
     # Files
 
-    def save(self, directory: str | Path) -> Path:
-        """Write model.safetensors and estimator.json, without pickle."""
+    def save(self, directory: str | Path, *, force: bool = False) -> Path:
+        """Write model.safetensors and estimator.json, without pickle, both or none; `force` replaces a saved estimator."""
         check_is_fitted(self)
-        place = make_directory(Path(directory))
-        write_model(place / "model.safetensors", self.module_, None)
+        place = Path(directory)
+        sealed.reject_used(place, WHAT, (sealed.SUMS, FACTS), force=force)
         saved = {
             "format": FORMAT,
             "nestfed": __version__,
@@ -231,7 +231,8 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
             "choice": {"name": self.choice_.name, "why": self.choice_.why, "method": repr(self.method_)},
             "fitted": self._fitted(),
         }
-        (place / "estimator.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+        tensors = {k: v.detach().cpu().contiguous().clone() for k, v in self.module_.state_dict().items()}
+        sealed.write(place, {FACTS: (json.dumps(saved, indent=1) + "\n").encode(), PARAMETERS: save(tensors)})
         return place
 
     @classmethod
@@ -239,8 +240,11 @@ class Federated(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no typ
         """Load an estimator from `save`. Pass your own module again, because its code is not saved."""
         place = Path(directory)
         try:
-            saved = json.loads((place / "estimator.json").read_text(encoding="utf-8"))
-            state = load_file(place / "model.safetensors")
+            files = sealed.read(place, WHAT).files if sealed.exists(place) else {}
+            saved = json.loads(files[FACTS] if files else (place / FACTS).read_bytes())
+            state = load(files[PARAMETERS] if files else (place / PARAMETERS).read_bytes())
+        except KeyError as error:
+            raise NestfedError(f"{place} contains no saved estimator: {error.args[0]} is missing.") from error
         except FileNotFoundError as error:
             raise NestfedError(
                 f"{place} contains no saved estimator: {Path(error.filename).name} is missing."

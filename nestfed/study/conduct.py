@@ -127,6 +127,8 @@ class Conducted:
     names: Sequence[str]
     ways: Sequence[Way]
     exact: Exact
+    rows: Mapping[str, tuple[int, ...]]
+    """The training and validation rows of each site, by class."""
     notes: Sequence[str] = ()
     """What a reader must know, in sentences."""
 
@@ -145,7 +147,9 @@ def conduct(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
         for way in ways
         if not way.converged
     ]
-    return Conducted(study, agreement, network, sites.names, ways, exact, (*exact.fit.notes, *notes))
+    counts = asking(sites)(FACTS, classes=len(agreement.classes))
+    rows = {sites.names[n]: tuple(reply["classes"].tolist()) for n, reply in counts.items()}
+    return Conducted(study, agreement, network, sites.names, ways, exact, rows, (*exact.fit.notes, *notes))
 
 
 # ------------------------------------------------------------------------------------- exact regression

@@ -41,6 +41,15 @@ class Design(TableEncoding):
         return torch.from_numpy(np.concatenate([scaled[:, self.kept], missing[:, self.marked].astype(float)], 1))
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return self.columns
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the encoding as JSON."""
+        return super().to_json() | {"kind": "design"}
+
+    @property
     def kept(self) -> np.ndarray:
         """The positions of the features without the reference categories."""
         kept, first = [], 0

@@ -1,85 +1,64 @@
-"""Write the results of a study: model, exported program, report and model card."""
+"""Write the results of a study: the released model and the report."""
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from nestfed.core import NestfedError, __version__
-from nestfed.data.encoding import TableEncoding, standardised
+from nestfed.core import __version__
 from nestfed.experiment import choice
-from nestfed.files import reject_foreign, write_atomically
-from nestfed.metrics import find
+from nestfed.files import reject_foreign
+from nestfed.metrics import Estimate, find
 from nestfed.report import html
 from nestfed.report.page import Figure, Line, Page, Table
-from nestfed.study.base import precise
+from nestfed.study.convert import model_of
+from nestfed.study.model import CARD, PROGRAM, WHAT, StudyModel
 from nestfed.study.page import LABELS, curves, sites_table
+from nestfed.study.reference import ScoreShares, summary_scores
+from nestfed.study.sealed import SUMS, reject_used
 from nestfed.study.train import StudyResult, Trained
 
-CARD, TABLE = "MODEL_CARD.md", "table.json"
+
+def claim(out: Path, *, force: bool = False) -> None:
+    """Reject an output directory with something other than a model, or with a model unless `force`."""
+    reject_foreign(out, "model of `nestfed train`", f"model/{SUMS}", "model/estimator.json")
+    reject_used(out / "model", WHAT, (SUMS, "estimator.json"), force=force)
 
 
-class Scorer(nn.Module):
-    """Maps raw features, in order, to probabilities: imputation, scaling, model and calibration.
-
-    Missing values are NaN. With two classes it returns the probability of the positive class, otherwise one per class.
-    """
-
-    mean: Tensor
-    deviation: Tensor
-
-    def __init__(self, encoding: TableEncoding, model: nn.Module, calibration: tuple[float, float]) -> None:
-        super().__init__()
-        self.model, (self.a, self.b) = model, calibration
-        self.register_buffer("mean", torch.from_numpy(encoding.mean))
-        self.register_buffer("deviation", torch.from_numpy(encoding.deviation))
-        self.gaps = encoding.marked
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (n, features) to probabilities."""
-        scaled = standardised(x, self.mean, self.deviation, self.gaps)
-        scores = self.model(scaled)
-        return torch.sigmoid(self.a * scores + self.b) if scores.dim() == 1 else torch.softmax(scores, 1)
+def released(result: StudyResult) -> StudyModel:
+    """Return the model of a study with its metrics, and with statistics to compare new rows with."""
+    low, high = result.interval
+    nan = float("nan")
+    metrics = {name: Estimate(value, nan, nan) for name, value in result.best.values.items()}
+    metrics[result.metric] = Estimate(result.best.values[result.metric], low, high)
+    made = model_of(result.estimator, result.target, result.classes)
+    provenance = replace(
+        made.provenance,
+        objective=LABELS[result.metric],
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        metrics=metrics,
+    )
+    scores = ScoreShares.of_scores(summary_scores(result.best.scores))
+    return replace(made, provenance=provenance, reference=result.reference and result.reference.with_scores(scores))
 
 
-def export(estimator: Any, path: Path) -> Path:
-    """Write the map from raw features to probabilities as a program for `torch.export.load`."""
-    scorer = Scorer(estimator.scale_, precise(estimator._scores), estimator.calibration_).eval()
-    example = torch.zeros(2, len(estimator.scale_.features))
-    made = torch.export.export(scorer, (example,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
-    torch.export.save(made, path)
-    return path
-
-
-def claim(out: Path, target: str, objective: str) -> None:
-    """Reject an output directory that contains something other than a model for this target and objective."""
-    reject_foreign(out, "model of `nestfed train`", CARD)
-    path = out / "model" / TABLE
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if held and (held["target"], held["objective"]) != (target, objective):
-        raise NestfedError(
-            f"{out} contains a model for {held['objective']} of {held['target']!r}; choose another directory with --out."
-        )
-
-
-def write(result: StudyResult, out: Path, files: Sequence[Path]) -> dict[str, Path]:
-    """Write the model, its export, the report and the model card; return their paths."""
-    model = result.estimator.save(out / "model")
-    table = {"target": result.target, "classes": list(result.classes), "objective": result.objective}
-    write_atomically(model / TABLE, (json.dumps(table, indent=1) + "\n").encode())
-    exported = export(result.estimator, model / "model.pt2")
-    card = out / CARD
-    write_atomically(card, model_card(result).encode())
-    report = html.write(page(result, files), out / "report.html")
-    return {"report": report, "model card": card, "model": model, "export": exported}
+def write(result: StudyResult, out: Path, files: Sequence[Path], *, force: bool = False) -> dict[str, Path]:
+    """Write the model directory and the report; return their paths."""
+    model = released(result).save(out / "model", force=force, tables=tables(result))
+    report = html.write(page(result, files, model.digest), out / "report.html")
+    return {
+        "report": report,
+        "model card": out / "model" / CARD,
+        "model": out / "model",
+        "export": out / "model" / PROGRAM,
+    }
 
 
 def headline(result: StudyResult) -> str:
@@ -129,27 +108,34 @@ def results(result: StudyResult) -> tuple[list[str], list[list[Any]]]:
     return columns, rows
 
 
-def page(result: StudyResult, files: Sequence[Path]) -> Page:
-    """Return the report."""
-    est = result.estimator
+def tables(result: StudyResult) -> list[Table]:
+    """Return the comparison of the ways of training, overall and by site."""
     columns, rows = results(result)
     note = (
         "All rows use the same test data. Within sites: the metric on each site's own test rows, averaged over sites. Every "
         "site alone: the metric of each site's own model on all test rows, averaged over sites."
     )
-    metric_names = [m for m in LABELS if m in result.best.values]
-    histories = {one.name: one.history for one in result.trained if one.history}
     by_site = []
-    for n, name in enumerate(est.sites_.names):
+    for n, name in enumerate(result.estimator.sites_.names):
         mine = result.owner == n
         cells = [_on(one, mine, result) for one in result.trained]
         by_site.append([name, int(mine.sum()), *cells])
-    site_table = Table(
-        f"{LABELS[result.metric]} on each site's own test rows",
-        ["site", "test rows", *(one.name for one in result.trained)],
-        by_site,
-        "– if all test rows of a site have the same class. Values from few rows are uncertain.",
-    )
+    return [
+        Table("Comparison", columns, rows, note, [_best_row(result)]),
+        Table(
+            f"{LABELS[result.metric]} on each site's own test rows",
+            ["site", "test rows", *(one.name for one in result.trained)],
+            by_site,
+            "– if all test rows of a site have the same class. Values from few rows are uncertain.",
+        ),
+    ]
+
+
+def page(result: StudyResult, files: Sequence[Path], digest: str = "") -> Page:
+    """Return the report; `digest`: that of the model directory."""
+    est = result.estimator
+    metric_names = [m for m in LABELS if m in result.best.values]
+    histories = {one.name: one.history for one in result.trained if one.history}
     facts = {
         "files": ", ".join(f.name for f in files[:8]) + (" …" if len(files) > 8 else ""),
         "target": f"{result.target}: {', '.join(result.classes)}"
@@ -159,16 +145,13 @@ def page(result: StudyResult, files: Sequence[Path]) -> Page:
         "method": repr(est.method_),
         "reason": est.choice_.why,
         "time": f"{result.seconds:.0f} s on {platform.machine()}",
+        "model": digest,
         "nestfed": f"{__version__}, torch {torch.__version__}",
     }
     return Page(
         f"{result.target}: {len(est.sites_.names)} sites",
         " ".join([headline(result), *est.hints_]),
-        tables=[
-            Table("Comparison", columns, rows, note, [_best_row(result)]),
-            site_table,
-            sites_table(_named(result)),
-        ],
+        tables=[*tables(result), sites_table(_named(result))],
         curves=curves(histories, [*metric_names, "loss"][:3]),
         figures=_figures(result),
         facts=facts,
@@ -226,72 +209,3 @@ def _figures(result: StudyResult) -> list[Figure]:
         Figure("Precision and recall", "recall", "precision", pr, unit=True),
         Figure("Calibration", "predicted probability", "observed frequency", reliability, unit=True),
     ]
-
-
-def model_card(result: StudyResult) -> str:
-    """Return the model card: the model, its training data, its results and its limits."""
-    est = result.estimator
-    columns, rows = results(result)
-    table = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (columns, ["---"] * len(columns), *rows))
-    counts = est.sites_.counts
-    sites = "\n".join(
-        f"| {name} | {int(c.sum())} | {' | '.join(str(int(k)) for k in c)} |"
-        for name, c in zip(est.sites_.names, counts)
-    )
-    heads = " | ".join(f"{result.target} = {c}" for c in result.classes)
-    split = f"by groups of `{result.grouped}`" if result.grouped else "stratified by class"
-    gaps = int(est.scale_.gaps.sum())
-    poor = [n for n, c in zip(est.sites_.names, counts) if c.min() < 5]
-    thin = f"\n- Sites with almost no examples of the rarer class: {', '.join(poor)}." if poor else ""
-    inputs = ", ".join(f"`{f}`" for f in est.scale_.features[:40]) + (" …" if len(est.scale_.features) > 40 else "")
-    shape = "a linear score" if not est.hidden else f"a fully connected network with layers of {list(est.hidden)}"
-    probability = (
-        "Platt scaling on the training rows turns its scores into probabilities."
-        if est.kind != "classify"
-        else "It was trained with cross-entropy, so its outputs are probabilities."
-    )
-    return f"""# Model card: {result.target}
-
-{headline(result)}
-
-## What it is
-
-{shape.capitalize()}, trained for {LABELS[result.metric]} by {est.choice_.name} over {len(est.sites_.names)} sites, {est.rounds}
-rounds of {est.q} local steps. In a deployment only sums and model parameters leave a site. {probability}
-Positive class: {result.classes[-1] if len(result.classes) == 2 else "none, as there are " + str(len(result.classes)) + " classes"}.
-
-## What it was trained on
-
-| site | training rows | {heads} |
-| --- | --- | {" | ".join("---" for _ in result.classes)} |
-{sites}
-
-Each site held out test rows first ({split}): {result.rows["test"]} rows in total. {result.rows["of these for tuning"]} of the
-{result.rows["training"]} training rows were used to choose the step size. Missing values are replaced by the mean of all
-sites; {gaps} features have an extra input "is missing". Values are clipped at five standard deviations.
-
-Inputs: {inputs}
-
-## Results
-
-{table}
-
-All ways of training had the same trials, batch size and rounds. Within sites: the metric on each site's own test rows,
-averaged over sites.
-
-## Limits
-
-- Test rows come from the same sites. Performance at other sites, times or populations is unknown.
-- A high value over all sites may only reflect differences between sites: compare with the column "within sites".
-- The model learns correlations, not causes. Acting on its score changes the population that it was trained on.{thin}
-- It is not a medical device, and its fairness between groups of people was not examined.
-
-## How to use it
-
-```console
-$ nestfed predict MODEL new.csv
-```
-
-`model/model.pt2` (torch.export) maps the raw inputs above, in this order and with NaN for missing values, to probabilities;
-`model/model.safetensors` contains the parameters. Made with nestfed {__version__}, torch {torch.__version__}.
-"""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sklearn.utils.validation import _check_feature_names, _check_n_features
+from sklearn.utils.validation import _check_feature_names, _check_n_features, check_is_fitted
 from torch import Tensor
 
-from nestfed.data.encoding import Schema, numbered
+from nestfed.data.encoding import Schema, TableEncoding, numbered
+from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.study.sites import DataError, InputEncoding, as_table, inputs
+
+if TYPE_CHECKING:
+    from nestfed.study.adapt import Adapted, Way
+    from nestfed.study.model import StudyModel
 
 
 class TableInputs:
@@ -19,6 +24,32 @@ class TableInputs:
     scale_: InputEncoding
     n_features_in_: int
     feature_names_in_: np.ndarray
+
+    def to_model(self, target: str = "y") -> StudyModel:
+        """Return the released model, which `nestfed predict`, `monitor` and `adapt` use; `target` names what it predicts."""
+        from nestfed.study.convert import model_of
+
+        check_is_fitted(self)
+        return model_of(self, target)
+
+    def adapt(self, X: Any, y: Any, *, groups: Any = None, way: Way = "auto") -> Adapted:
+        """Return a released model adapted to the labelled rows of a new site; see `nestfed.study.adapt`.
+
+        - `groups`: for each row, a value such as a patient, whose rows are left out together.
+        - `way`: "auto", "recalibrate" or "coefficients".
+        """
+        import pandas as pd
+
+        from nestfed.study.adapt import adapt_table
+
+        model = self.to_model()
+        named = X if hasattr(X, "columns") else pd.DataFrame(X, columns=[c.name for c in model.encoding.schema])
+        return adapt_table(model, named, y, where="X", groups=None if groups is None else np.asarray(groups), way=way)
+
+    @property
+    def _table(self) -> TableSchema:
+        """How the training data were read."""
+        return self.scale_.table if isinstance(self.scale_, TableEncoding) else EMPTY
 
     def _without_sites(self, X: Any) -> tuple[Any, Any]:
         """Return X without the column that names the sites, and that column; None if X lacks it, as for prediction."""
@@ -54,7 +85,7 @@ class TableInputs:
         unnamed = self.scale_.schema == numbered(len(self.scale_.schema))
         if hasattr(self, "feature_names_in_") or unnamed:
             _check_feature_names(self, X, reset=False)
-        values, schema = as_table(X)
+        values, schema = as_table(X, table=self._table)
         if not hasattr(X, "columns") and values.ndim == 2:
             _check_n_features(self, values, reset=False)
         return self._scaled(values, schema)

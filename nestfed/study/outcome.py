@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nestfed.experiment.spec import Experiment
 from nestfed.queries import VALIDATION
 from nestfed.queries.scores import LOG_ODDS, LOGITS
+from nestfed.queries.tally import Tally
 from nestfed.study import conduct as conducting
 from nestfed.study import decide
 from nestfed.study import judge as judging
@@ -25,6 +26,8 @@ QUERIES = (*conducting.QUERIES, *judging.QUERIES, *recalibrating.QUERIES)
 """What a study asks besides what every run over tables asks."""
 ALONE = "every site alone"
 """Every site's own logistic regression, judged on its own rows."""
+COMMON, BY_SITE = "common calibration", "calibration by site"
+"""The released model with either calibration."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,13 @@ class Outcome:
     """The models of the chosen trials on validation rows, on which the choice rests."""
     test: MetricTable
     """The last models on test rows."""
-    counts: Counts
-    """The counts of the released model's calibrated scores of the test rows; also by every site's own calibration."""
-    calibration: Calibration
+    calibration: Calibration = field(default_factory=Calibration)
+    # The following is only known for two classes.
+    counts: Counts | None = None
+    """The counts of the released model's scores of the test rows, with either calibration."""
+    recalibrated: MetricTable | None = None
+    """The Brier score of the released model with either calibration."""
     recalibration: Recalibration | None = None
-    """None unless there are two classes."""
     agreements: Mapping[str, Agreement] | None = None
     """Calibration slope and intercept on test rows, by group."""
     thresholds: tuple[Threshold, ...] = ()
@@ -55,6 +60,12 @@ class Outcome:
     def metric(self) -> str:
         """The metric that decides."""
         return choosing(self.conducted.study).name
+
+    @property
+    def tally(self) -> Tally:
+        """The counts of the released model's calibrated scores of the test rows."""
+        assert self.counts is not None
+        return self.counts.tally(BY_SITE if self.calibration.sites else COMMON)
 
     @property
     def ways(self) -> Sequence[Way]:
@@ -81,10 +92,7 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
     if kind == LOGITS:
         last = {way.name: Candidate(way.x) for way in ways}
         test = judge(final, last | alone, kind=kind, reference=released.name, sites=names)
-        counts = count(final, {released.name: Candidate(released.x)}, kind, sites=names)
-        return Outcome(
-            found, released, why, validation, test, counts, Calibration(), seconds=time.perf_counter() - began
-        )
+        return Outcome(found, released, why, validation, test, seconds=time.perf_counter() - began)
     # Every model is calibrated on the validation rows, which its trial has not seen, so that probabilities compare.
     maps = {way.name: calibrate(trial, way.trial) for way in ways}
     common = maps[released.name]
@@ -95,11 +103,12 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
         final, last | alone, kind=kind, metrics=_metrics(metric), subgroups=study.study.subgroups,
         reference=study.study.baseline, sites=names,
     )  # fmt: skip
-    both = {"common": Candidate(released.x, common), "by site": Candidate(released.x, adapted.calibration)}
+    both = {COMMON: Candidate(released.x, common), BY_SITE: Candidate(released.x, adapted.calibration)}
+    recalibrated = judge(final, both, kind=kind, metrics=["brier"], sites=names)
     counts = count(final, both, kind, sites=names)
     chosen = count(trial, {"": Candidate(released.trial, used)}, kind, sites=names, part=VALIDATION)
     thresholds = decide.thresholds(
-        chosen.tally(""), counts.tally("common" if used is common else "by site"), study.study.thresholds
+        chosen.tally(""), counts.tally(COMMON if used is common else BY_SITE), study.study.thresholds
     )
     importances: Sequence[Importance] = ()
     if not found.network.is_linear:
@@ -109,7 +118,7 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
         )
     agreements = agreement(final, released.x, used, names)
     return Outcome(
-        found, released, why, validation, test, counts, used, adapted, agreements, thresholds, importances,
+        found, released, why, validation, test, used, counts, recalibrated, adapted, agreements, thresholds, importances,
         time.perf_counter() - began,
     )  # fmt: skip
 

@@ -1,56 +1,108 @@
-"""Use a trained model: predictions for the rows of a table."""
+"""Use a released model: predictions and decisions for the rows of a table."""
 
 from __future__ import annotations
 
 import csv
-import json
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from nestfed.core import MOST_NAMES, NestfedError
-from nestfed.study.tables import read_table
-from nestfed.study.train import KINDS
-
-
-def load(place: Path) -> tuple[Any, dict[str, Any]]:
-    """Load a model of `nestfed train`, from its own directory or that of the training run."""
-    found = next((p for p in (place, place / "model") if (p / "table.json").is_file()), None)
-    if found is None:
-        raise NestfedError(f"{place} contains no model: expected the output directory of `nestfed train`.")
-    try:
-        table = json.loads((found / "table.json").read_text(encoding="utf-8"))
-        kind = KINDS[table["objective"]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise NestfedError(f"{found / 'table.json'} cannot be read: {error}.") from error
-    return kind.load(found), table
+from nestfed.core import NestfedError, unknown
+from nestfed.files import make_directory, written
+from nestfed.study.model import StudyModel
+from nestfed.study.rows import Oddities, how_to_read, pieces
 
 
-def predict(place: Path, file: Path, out: Path) -> int:
-    """Write the probability of each class for the rows of a table; return the number of rows."""
-    import pandas as pd
+@dataclass(frozen=True)
+class Predicted:
+    """What was predicted, and what was unusual about the rows."""
 
-    estimator, table = load(place)
-    raw = read_table(file)
-    needed = [column.name for column in estimator.scale_.schema]
-    if missing := [name for name in needed if name not in raw]:
-        has = ", ".join(map(str, [*raw][:MOST_NAMES]))
+    rows: int
+    positive: int
+    """Rows called positive, for two classes."""
+    decision: str
+    """The rule of the decision, for people; empty without one."""
+    notes: Sequence[str]
+
+
+def predict(
+    place: Path, file: Path, out: Path, *, site: str = "", threshold: str = "", keep: Sequence[str] = ()
+) -> Predicted:
+    """Write the probability of each class and the decision for the rows of a table.
+
+    - `site`: use this site's own calibration, if it has one.
+    - `threshold`: a rule of the model or a probability; by default the model's first rule.
+    - `keep`: columns to copy, such as an identifier.
+    """
+    model = StudyModel.load(place)
+    model.require_site(site)
+    if threshold and not model.binary:
         raise NestfedError(
-            f"{file} has no column {' and no column '.join(map(repr, missing[:MOST_NAMES]))}, which the model needs; it has {has}."
+            f"A threshold needs two classes, but the model has {len(model.classes)}: leave --threshold out."
         )
-    frame = pd.DataFrame({name: raw[name] for name in needed})
-    if not len(frame):
-        raise NestfedError(f"{file} has no rows.")
-    values = estimator.predict_proba(frame)
-    classes = table["classes"]
-    answers = np.asarray(classes)[estimator.predict(frame)]
-    binary = len(classes) == 2
-    head = ["row", *(["probability"] if binary else [f"probability of {c}" for c in classes]), "prediction"]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="", encoding="utf-8") as stream:
+    if out.resolve() == file.resolve():
+        raise NestfedError(f"{out} is the table itself: choose another file with --out.")
+    head = ["row", *keep, *_columns(model)]
+    if twice := [name for name in head if head.count(name) > 1]:
+        raise NestfedError(f"The output would have two columns called {twice[0]!r}: keep other columns.")
+    cut, oddities, positive = model.threshold(threshold), Oddities(), 0
+    make_directory(out.parent)
+    with written(out.parent / f".{out.name}.{os.getpid()}.tmp", lambda: out) as raw:
+        stream = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         writer = csv.writer(stream)
         writer.writerow(head)
-        for i, (p, answer) in enumerate(zip(values, answers), 1):
-            writer.writerow([i, *(f"{v:.6f}" for v in (p[1:] if binary else p)), answer])
-    return len(frame)
+        for table in pieces(file, how_to_read(model.encoding), keep):
+            if not oddities.rows:
+                oddities.ignored = _ignored(file, table, model, keep)
+            values = model.predictions(model.scores(model.inputs(table, str(file), oddities)), site)
+            writer.writerows(_lines(model, table, values, keep, cut))
+            positive += int((values[:, 1] >= cut).sum()) if model.binary else 0
+        if not oddities.rows:
+            raise NestfedError(f"{file} has no rows.")
+        stream.flush()
+        stream.detach()
+    notes = oddities.sentences(model.encoding.schema)
+    return Predicted(oddities.rows, positive, _decision(model, threshold, cut), notes)
+
+
+def _columns(model: StudyModel) -> list[str]:
+    if not model.classes:
+        return ["prediction"]
+    return [*(["probability"] if model.binary else [f"probability of {c}" for c in model.classes]), "prediction"]
+
+
+def _ignored(file: Path, table: pd.DataFrame, model: StudyModel, keep: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that the model does not use; reject columns to keep that the table lacks."""
+    for name in keep:
+        if name not in table:
+            raise unknown("column", name, map(str, table), owner=str(file))
+    used = {*how_to_read(model.encoding).columns, model.target, *keep}
+    return tuple(str(name) for name in table if name not in used)
+
+
+def _lines(
+    model: StudyModel, table: pd.DataFrame, values: np.ndarray, keep: Sequence[str], cut: float
+) -> Iterator[list[Any]]:
+    """Return the rows of the output: number, columns to keep, probabilities, decision."""
+    kept = table[[*keep]].astype(object).where(table[[*keep]].notna(), "").to_numpy()
+    for number, copied, value in zip(table.index + 1, kept, values):
+        if not model.classes:
+            yield [number, *copied, f"{value:.6g}"]
+            continue
+        best = int(value[1] >= cut) if model.binary else int(value.argmax())
+        yield [number, *copied, *(f"{v:.6f}" for v in (value[1:] if model.binary else value)), model.classes[best]]
+
+
+def _decision(model: StudyModel, rule: str, cut: float) -> str:
+    if not model.binary:
+        return ""
+    named = rule or (model.thresholds[0].rule if model.thresholds else "")
+    why = f" ({named})" if named and any(one.rule == named for one in model.thresholds) else ""
+    default = "" if rule or model.thresholds else ", as the model has no threshold"
+    return f"{model.target} = {model.classes[1]} from a probability of {cut:.4g}{why}{default}"

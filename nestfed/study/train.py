@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from nestfed import metrics, models
 from nestfed.algorithms import Alone, FedAvg
 from nestfed.core import DivergedError, Metric, NestfedError, unknown
+from nestfed.data.encoding import Sums
+from nestfed.data.split import TEST as FOR_TESTING
 from nestfed.engine.round import Record
 from nestfed.experiment.choice import resampled
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
 from nestfed.study.base import Scores, precise
 from nestfed.study.lr_find import StepSearch, apart, sweep, with_rows
+from nestfed.study.reference import Reference
 from nestfed.study.sites import Encoded, Site
 from nestfed.study.tables import Sites
 
@@ -77,6 +80,8 @@ class StudyResult:
     rows: Mapping[str, int]
     grouped: str
     seconds: float
+    reference: Reference | None = None
+    """Statistics of the training rows, to compare new rows with."""
 
     @property
     def best(self) -> Trained:
@@ -108,8 +113,13 @@ def train(
             "use --objective accuracy."
         )
     began = time.perf_counter()
-    rest, test = apart(with_rows(data.sites), TEST, seed)
+    rest, test = apart(with_rows(data.sites), TEST, seed, FOR_TESTING)
+    empty = {
+        site.name for site in rest if not len(site)
+    }  # a split by groups may leave a small site nothing to train on
+    rest, test = ([site for site in part if site.name not in empty] for part in (rest, test))
     fitting, validation = apart(rest, VALIDATION, seed + 1)
+    fitting = with_rows(fitting)
     _reject_one_class(target, data.classes, fitting, "training")
     _reject_one_class(target, data.classes, test, "test")
     common: dict[str, Any] = {"rounds": rounds, "q": q, "hidden": tuple(hidden), "random_state": seed}
@@ -134,6 +144,7 @@ def train(
     return StudyResult(
         fitted[0], judge.metric.name, data.classes, target, objective, trained, judge.labels, judge.owner, interval, gain,
         rows, grouped, time.perf_counter() - began,
+        Reference.of([Sums.of(site.x, site.schema) for site in rest], split.training.encoding.schema),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -69,7 +70,7 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
 STUDY = {"columns": ["patient"], "group": "patient", "classes": ["0", "1"]}
 WRONG: dict[str, tuple[Callable[[str], str], str]] = {
     "no target": (replaced("died", "dead"), "its table has no column for data.target"),
-    "no group": (replaced("patient", "person"), "lacks columns that the study names in data.columns, data.group or data.drop"),
+    "no group": (replaced("patient", "person"), "lacks columns that the study names in data.columns, data.group, data.split_by or data.drop"),
     "strange label": (replaced(",1\n", ",yes\n"), "has missing values, or values that the study does not name"),
     "missing label": (replaced(",1\n", ",\n"), "has missing values, or values that the study does not name"),
     "text among numbers": (replaced("\n6", "\nJane6"), "some of its columns cannot be used"),
@@ -288,4 +289,4 @@ def test_a_site_checks_itself(
     assert end.value.code in (0, None)
     assert "problem" not in out
     assert "warning" not in out
-    assert "90 training rows, 30 test rows" in out
+    assert sum(map(int, re.findall(r"(\d+) (?:training|test) rows", out))) == 120

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
@@ -20,6 +21,7 @@ from nestfed.queries.newton import RIDGES, network_parameters
 from nestfed.queries.scores import RANKING, judged
 from nestfed.study.at_hand import AtHand
 from nestfed.study.conduct import Conducted, conduct
+from nestfed.study.convert import model_of_way
 
 GRID = [0.03, 0.3]
 TABLES: dict[str, Any] = {
@@ -175,3 +177,22 @@ def test_an_unfit_study_is_rejected(changes: dict[str, Any], sentence: str, tmp_
 def test_a_site_trains_only_what_its_study_has(found: Any) -> None:
     with pytest.raises(NestfedError):
         Training.from_json(found).experiment(study_of())
+
+
+@pytest.mark.parametrize("hidden", [[], [4]])
+def test_every_way_can_be_released(hidden: list[int], files: dict[str, Path], tmp_path: Path) -> None:
+    """The released model scores a site's own table as the study scores the site's rows."""
+    study = study_of(model={"name": "mlp", "hidden": hidden})
+    hand, found = conducted(study, files, tmp_path / "runs")
+    for way in (*found.ways, found.exact.way):
+        model = model_of_way(found, way).save(tmp_path / way.name)
+        assert model.target == "died"
+        assert model.classes == ("no", "yes")
+        assert model.provenance.study == study.digest()
+        assert model.architecture.linear == (not hidden or way is found.exact.way)
+        part = hand.sites[0].by_part(True)["test"]
+        scores = found.network.scores(way.x, torch.from_numpy(part.x))
+        np.testing.assert_allclose(model.scores(torch.from_numpy(part.x).double()), scores, rtol=1e-12)
+        table = pd.read_csv(files["site-0"])
+        of_file = model.scores(model.inputs(table))
+        assert np.isin(np.round(scores, 9), np.round(of_file, 9)).all()  # the test rows are some of the file's

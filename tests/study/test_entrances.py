@@ -20,6 +20,7 @@ from nestfed.queries import answered
 from nestfed.queries.agreement import Agreement, Rules, agree
 from nestfed.study import export, train
 from nestfed.study.predict import predict
+from nestfed.study.programs import Encode
 from nestfed.study.tables import read_sites
 
 pd = pytest.importorskip("pandas")
@@ -105,8 +106,8 @@ def of_deployment(tables: dict[str, Path]) -> tuple[Agreement, Tensor]:
 @pytest.fixture
 def every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set nothing aside, so that every entrance trains on the same rows."""
-    monkeypatch.setattr(preparing, "_aside", lambda data, whole, strata, rows, share, seed: (rows, rows[:0]))
-    monkeypatch.setattr(train, "apart", lambda sites, share, seed: (list(sites), list(sites)))
+    monkeypatch.setattr(preparing, "_aside", lambda data, whole, strata, rows, *rest, **more: (rows, rows[:0]))
+    monkeypatch.setattr(train, "apart", lambda sites, *rest: (list(sites), list(sites)))
     monkeypatch.setitem(train.KINDS, "auroc", Watched)  # type: ignore[call-overload]
 
 
@@ -120,18 +121,17 @@ def test_the_same_tables_give_the_same_inputs(tables: dict[str, Path], tmp_path:
     assert torch.equal(of_experiment(tables, tmp_path), inputs)
     agreed, of_sites = of_deployment(tables)
     assert torch.equal(of_sites, inputs)
-    assert agreed.encoding.to_json() == fitted.scale_.to_json()
+    learned = {k: v for k, v in fitted.scale_.to_json().items() if k != "table"}  # how its own data frames were read
+    assert agreed.encoding.to_json() == learned
     assert agreed.shape == fitted.shape_
     assert torch.equal(of_train(tables), inputs)
     # what a saved model makes of one site's file, and the exported program of its aligned features
     again = Watched.load(fitted.save(tmp_path / "model"))
     assert torch.equal(again._input(pd.read_csv(tables["b"])), inputs[30:])
-    seen = []
-    scorer = export.Scorer(fitted.scale_, fitted._scores, fitted.calibration_)
-    scorer.model.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     read = read_sites(list(tables.values()), "died").sites[1]
-    scorer(torch.from_numpy(fitted.scale_.align(read.x, read.schema)).float())
-    assert torch.equal(seen[0], inputs[30:])
+    encoded = Encode(fitted.scale_)(torch.from_numpy(fitted.scale_.align(read.x, read.schema)).float())
+    assert torch.equal(encoded.float(), inputs[30:])
+    assert torch.equal(fitted.to_model().inputs(pd.read_csv(tables["b"])).float(), inputs[30:])
 
 
 @pytest.mark.parametrize("lacking", ["ward", "age"])
@@ -170,7 +170,7 @@ def test_a_column_that_a_new_table_lacks_is_an_error(tables: dict[str, Path], tm
     export.write(train.train(data, "died", "auroc", **QUICK), tmp_path / "out", [])
     for lacking in ("ward", "age"):
         pd.read_csv(tables["b"]).drop(columns=lacking).to_csv(tmp_path / "short.csv", index=False)
-        with pytest.raises(NestfedError, match=rf"short\.csv has no column '{lacking}'"):
+        with pytest.raises(NestfedError, match=rf"short\.csv does not fit the model: it has no column '{lacking}'"):
             predict(tmp_path / "out", tmp_path / "short.csv", tmp_path / "p.csv")
 
 

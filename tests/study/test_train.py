@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from typer.testing import CliRunner
 
 from nestfed.algorithms.alone import Alone
 from nestfed.algorithms.average import FedAvg
-from nestfed.cli.study import lr_find_command, predict_command, train_command
+from nestfed.cli.model import predict_command
+from nestfed.cli.study import lr_find_command, train_command
 from nestfed.core import NestfedError
 from nestfed.data.partition import even
 from nestfed.study import export as handover
 from nestfed.study import train
 from nestfed.study.lr_find import StepSearch, apart, with_rows
-from nestfed.study.predict import load, predict
+from nestfed.study.model import StudyModel
+from nestfed.study.predict import predict
 from nestfed.study.tables import read_sites
 
 pd = pytest.importorskip("pandas")
@@ -86,26 +89,26 @@ def test_what_is_left_behind(trained: Path) -> None:
     report = (trained / "report.html").read_text(encoding="utf-8")
     for words in ("beta", "ROC curve", "Calibration", "by groups of patient", "fedavg"):
         assert words in report
-    card = (trained / "MODEL_CARD.md").read_text(encoding="utf-8")
+    card = (trained / "model" / "MODEL_CARD.md").read_text(encoding="utf-8")
     for words in (
         "# Model card: malignant",
         "| beta |",
         "Limits",
-        "`ward=north`",
-        "by groups of `patient`",
+        "| ward | category | north ",
     ):
         assert words in card
     names = {p.name for p in (trained / "model").iterdir()}
-    assert names == {"estimator.json", "model.safetensors", "model.pt2", "table.json"}
+    onnx = {"model.onnx"} if find_spec("onnx") else set()
+    assert names == {"model.json", "model.safetensors", "model.pt2", "MODEL_CARD.md", "SHA256SUMS"} | onnx
     assert not (trained / "model" / "model.pt2").read_bytes().startswith(b"\x80")  # no pickle
 
 
 def test_the_exported_program_needs_no_nestfed(trained: Path, files: list[Path]) -> None:
     """Raw features, with gaps, to the same probabilities, imputation and scaling included."""
-    estimator, _ = load(trained)
+    model = StudyModel.load(trained)
     frame = pd.read_csv(files[1]).drop(columns=["malignant", "patient"])
-    wanted = estimator.predict_proba(frame)[:, 1]
-    names = estimator.scale_.features
+    wanted = model.predict(frame)[:, 1]
+    names = model.encoding.features
     raw = pd.get_dummies(frame, columns=["ward"], prefix_sep="=").reindex(columns=names, fill_value=0).astype(float)
     program = torch.export.load(trained / "model" / "model.pt2").module()
     found = program(torch.tensor(raw.to_numpy(np.float32)))
@@ -126,13 +129,10 @@ def test_predict_writes_probabilities(trained: Path, files: list[Path], tmp_path
     assert roc_auc_score(frame["malignant"], chance) > 0.9
     assert all((r["prediction"] == "1") == (float(r["probability"]) > 0.5) for r in rows)
     frame.drop(columns=["area"]).to_csv(tmp_path / "short.csv", index=False)
-    with pytest.raises(NestfedError, match=r"short\.csv has no column 'area', which the model needs; it has "):
+    with pytest.raises(
+        NestfedError, match=r"short\.csv does not fit the model: it has no column 'area'; its columns are "
+    ):
         predict(trained, tmp_path / "short.csv", out)
-    (tmp_path / "damaged").mkdir()
-    for text in ("{", "[]", '{"objective": "speed"}'):
-        (tmp_path / "damaged" / "table.json").write_text(text)
-        with pytest.raises(NestfedError, match=r"table\.json cannot be read"):
-            predict(tmp_path / "damaged", tmp_path / "new.csv", out)
     with pytest.raises(NestfedError, match="contains no model"):
         predict(tmp_path, tmp_path / "new.csv", out)
 
@@ -190,8 +190,8 @@ def test_nobody_is_on_both_sides(files: list[Path]) -> None:
     for whole, a, b in zip(data.sites, rest, test):
         assert not set(a.group) & set(b.group)
         assert len(a) + len(b) == len(whole)
-        assert abs(len(b) / len(whole) - 0.25) < 0.05
-    small = data.sites[0].take(np.arange(5))
+        assert abs(len(b) / len(whole) - 0.25) < 0.12
+    small = replace(data.sites[0].take(np.arange(5)), group=None)
     kept, aside = apart([small, data.sites[1]], 0.25, 0)
     assert (len(kept[0]), len(aside[0])) == (5, 0)
     assert [site.name for site in with_rows(aside)] == ["beta"]
@@ -237,7 +237,6 @@ def text_in_numbers(frame: Any) -> Any:
         (None, {"group": "patients"}, r"has no column 'patients'; did you mean patient\?"),
         (None, {"positive": "2"}, "is never '2': it is 0, 1"),
         (None, {"drop": ["nothing"]}, "has no column 'nothing'"),
-        (None, {}, "'patient' of .* holds .* different texts .* drop it"),
         (
             text_in_numbers,
             {"drop": ["patient"]},
@@ -305,10 +304,10 @@ def test_another_output_is_not_overwritten(files: list[Path], tmp_path: Path) ->
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "record.jsonl").write_text("")
     refused(tmp_path / "run", "run is not empty and contains no model of `nestfed train`; choose another directory")
-    (tmp_path / "old" / "model").mkdir(parents=True)
-    (tmp_path / "old" / "MODEL_CARD.md").write_text("")
-    (tmp_path / "old" / "model" / "table.json").write_text('{"target": "malignant", "objective": "auroc"}')
-    refused(tmp_path / "old", "old contains a model for auroc of 'malignant'; choose another directory with --out.")
+    for mark in ("SHA256SUMS", "estimator.json"):
+        (tmp_path / mark / "model").mkdir(parents=True)
+        (tmp_path / mark / "model" / mark).write_text("")
+        refused(tmp_path / mark, "model already contains a NestFed model: replace it with --force")
 
 
 def test_a_site_of_one_class_is_accepted_and_reported(files: list[Path], tmp_path: Path) -> None:
@@ -358,7 +357,7 @@ def test_more_than_two_classes(tmp_path: Path) -> None:
     assert (
         (tmp_path / "p.csv").read_text().startswith("row,probability of 0,probability of 1,probability of 2,prediction")
     )
-    assert json.loads((tmp_path / "out" / "model" / "table.json").read_text())["classes"] == ["0", "1", "2"]
+    assert StudyModel.load(tmp_path / "out").classes == ("0", "1", "2")
 
 
 @pytest.mark.data

@@ -139,7 +139,7 @@ def test_train_on_four_tables(fresh: Fresh, hospitals: Path) -> None:
     output = fresh.nestfed("train", *files, "--target", "disease", "--objective", "auroc", "--out", "heart")
     assert time.monotonic() - began < 240  # half a minute on two idle cores
     assert "report.html" in output
-    assert (fresh.place / "heart" / "MODEL_CARD.md").exists()
+    assert (fresh.place / "heart" / "model" / "MODEL_CARD.md").exists()
     fresh.nestfed("predict", "heart", files[0], "--out", "chances.csv")
     assert len((fresh.place / "chances.csv").read_text().splitlines()) > 100
 

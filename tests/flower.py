@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,9 @@ class Clock:
         self.now += seconds
 
     perf_counter = monotonic
+
+    def time(self) -> float:
+        return time.time()
 
     def strftime(self, form: str) -> str:
         return "2026-01-01 00:00:00"

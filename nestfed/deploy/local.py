@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from nestfed.core import NestfedError
 from nestfed.deploy.app import check_experiment, write_app
-from nestfed.deploy.certificates import write_certificates, write_key
+from nestfed.deploy.certificates import remember_authority, write_certificates, write_key
+from nestfed.deploy.enrolled import FILE, Enrolled, fingerprint, write_sites
 from nestfed.deploy.processes import Processes
 
 if TYPE_CHECKING:
@@ -126,6 +127,11 @@ class Local:
         for n in sites:
             (self.secrets / f"site-{n}.registered").touch()
 
+    def enrolled(self, n: int) -> Enrolled:
+        """Return a registered site as sites.toml lists it."""
+        public = (self.secrets / f"site-{n}.key.pub").read_bytes()
+        return Enrolled(n, f"site-{n}", fingerprint(public))
+
     def supernode(self, n: int, **config: Any) -> None:
         """Start a site."""
         values = {"client": n, "site": f"site-{n}", "state": str(self.folder / "state" / f"site-{n}"), "threads": 1}
@@ -180,6 +186,7 @@ def supernode(options: Sequence[str]) -> None:
         from flwr.supernode.cli import flower_supernode
     except ImportError as error:
         raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.") from error
+    remember_authority(options)
     sys.argv = ["flower-supernode", *options]
     # Flower looks for its other commands there.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -224,7 +231,17 @@ def local(
     if finished.exists():
         return read_record(record)
     folder = out / "flower"
-    write_app(folder / "app", experiment, sites, least=least, deadline=deadline, out=str(out))
+    enrolled, secrets = ("", "") if insecure else (str(folder / FILE), str(folder / "secrets"))
+    write_app(
+        folder / "app",
+        experiment,
+        sites,
+        least=least,
+        deadline=deadline,
+        out=str(out),
+        enrolled=enrolled,
+        certificates=secrets,
+    )
     shown = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
     try:
         with Processes(folder / "logs") as processes:
@@ -233,6 +250,7 @@ def local(
             federation.superlink()
             if not insecure:
                 federation.register(*range(sites))
+                write_sites(folder / FILE, [federation.enrolled(n) for n in range(sites)])
             for n in range(sites):
                 federation.supernode(n, **{"min-cell": min_cell})
             history = read_record(record)

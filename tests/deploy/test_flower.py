@@ -97,7 +97,7 @@ def only_what_is_declared_leaves(name: str, grid: LocalGrid, bytes_up: int) -> N
     assert sent == bytes_up
     for _, _, reply in shipped(grid, "query.hello"):
         assert arrays_of(reply) == {}
-        assert set(opened(reply).words) == STAMP | {"client", "group", "site", "rows", "torch"}
+        assert set(opened(reply).words) == STAMP | {"client", "group", "site", "rows", "torch", "problems", "clock"}
     assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "train"}
 
 
@@ -997,7 +997,7 @@ def test_init_writes_an_app_that_runs(tmp_path: Path) -> None:
         spec.loader.exec_module(module)  # type: ignore[union-attr]
         apps[side] = module.app
     configs = {n: {"client": n, "state": str(tmp_path / f"s{n}")} for n in range(2)}
-    config |= {"out": str(tmp_path / "run"), "deadline": 10.0}
+    config |= {"out": str(tmp_path / "run"), "deadline": 10.0, "enrolled": ""}
     apps["server"](LocalGrid(dict.fromkeys(configs, apps["client"]), configs), Context(1, 1, {}, RecordDict(), config))
     assert json.loads((tmp_path / "run" / "finished.json").read_text())["round"] == 2
     assert sum(1 for line in (folder / "federated" / "client.py").read_text().splitlines() if line.strip()) <= 10

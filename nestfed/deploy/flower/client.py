@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,9 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from nestfed.algorithms.buffered import with_buffers
-from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
+from nestfed.core import DivergedError, Fields, NestfedError, as_clients
+from nestfed.deploy.audit import FOLDER, Audit
+from nestfed.deploy.certificates import AUTHORITY_PATH
 from nestfed.deploy.discloses import questions_in
 from nestfed.deploy.flower.gate import FIELDS, GATHERED
 from nestfed.deploy.flower.log import shown_by_flower
@@ -34,6 +38,8 @@ from nestfed.deploy.flower.messages import (
     study_of,
     write_plan,
 )
+from nestfed.deploy.node import Node
+from nestfed.deploy.preflight import examine, forbidden, machine
 from nestfed.deploy.wire import Packed, numbers, pack, tensors
 from nestfed.engine.local import Local
 from nestfed.engine.probe import first_batch
@@ -45,49 +51,9 @@ from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
 from nestfed.queries.agreement import Agreement
 
 if TYPE_CHECKING:
-    from nestfed.experiment.site import Place
+    pass
 
 LOG = logging.getLogger(__name__)
-MIN_CELL = 10
-"""The default of a site's min-cell."""
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A site's node configuration."""
-
-    place: Place
-    name: str
-    state: Path
-    pinned: str
-    threads: int
-    min_cell: int
-    """No count between 1 and this leaves the site."""
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> _Node:
-        from nestfed.experiment.site import Place
-
-        known = ("client", "site", "data", "state", "experiment", "threads", "min-cell")
-        if wrong := [k for k in config if k not in known]:
-            raise unknown("key", wrong[0], known, owner="The node configuration")
-        n = config.get("client")
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise NestfedError("The node configuration must give the client's number: client=0 for the first.")
-        name = str(config.get("site", f"site-{n}"))
-        if not re.fullmatch(r"[\w.-]{1,64}", name) or name.startswith("."):
-            raise NestfedError(f"A site's name may contain letters, digits, '-', '_' and '.', but it is {name!r}.")
-        state = config.get("state")
-        if not state:
-            from platformdirs import user_data_path
-
-            state = user_data_path("nestfed") / "sites" / name
-        data = str(config.get("data", ""))
-        min_cell = config.get("min-cell", MIN_CELL)
-        if not isinstance(min_cell, int) or isinstance(min_cell, bool) or min_cell < 0:
-            raise NestfedError(f"min-cell must be a whole number of at least 0, not {min_cell!r}.")
-        pinned, threads = str(config.get("experiment", "")), int(config.get("threads", 0))
-        return cls(Place(n, data), name, Path(str(state)), pinned, threads, min_cell)
 
 
 def client_app(source: Any) -> ClientApp:
@@ -117,7 +83,7 @@ class _Site:
     """A site at work on one message."""
 
     study: Any
-    node: _Node
+    node: Node
     packed: Packed
     arrays: Arrays
 
@@ -125,6 +91,11 @@ class _Site:
     def words(self) -> Mapping[str, Any]:
         """The words of the message."""
         return self.packed.words
+
+    @property
+    def audit(self) -> Audit:
+        """The site's own log of what it did."""
+        return Audit(self.node.state / FOLDER, self.node.name)
 
     def reply(self, arrays: Arrays, **words: Any) -> bytes:
         """Return an answer to the message."""
@@ -164,7 +135,7 @@ def _trouble(kind: str, context: Context) -> bytes:
 
 def _site(study: Any, message: Message, context: Context) -> _Site:
     """Return the site and the message; raise if the site must not take part."""
-    node = _Node.read(context.node_config)
+    node = Node.read(context.node_config)
     if node.threads:
         torch.set_num_threads(node.threads)
     packed = block_of(message)
@@ -187,29 +158,22 @@ def _hello(site: _Site) -> bytes:
     from nestfed.experiment.site import raw_rows
 
     study, node = site.study, site.node
-    rows = dict.fromkeys(PARTS, 0)
+    authority = os.environ.get(AUTHORITY_PATH)
+    problems = [*machine(node.state, Path(authority) if authority else None)]
     if isinstance(study, Custom):
-        rows[TRAINING] = as_clients(study.make().clients).examples(node.place.n)
+        made = study.make()
+        rows = dict.fromkeys(PARTS, 0) | {TRAINING: as_clients(made.clients).examples(node.place.n)}
+        problems += forbidden(rows[TRAINING], made.algorithm.describes_rows, node.min_cell)
     else:
-        rows |= {part: len(some) for part, some in raw_rows(study, node.place).items()}
-    if 0 < rows[TRAINING] < node.min_cell:
-        raise _TroubleError(
-            "too-few", f"this site has {rows[TRAINING]} training rows, fewer than its min-cell = {node.min_cell}."
-        )
-    if node.min_cell > 1 and _describes_rows(study):
-        raise _TroubleError("single-rows", "the method sends scores of single rows, which min-cell forbids.")
+        found = examine(study, node.place, node.min_cell, lambda: raw_rows(study, node.place))
+        rows = {part: len(found.rows.get(part, ())) for part in PARTS}
+        problems += found.problems
+    for problem in problems:
+        LOG.warning("%s", problem.sentence)
+    kinds = list(dict.fromkeys(problem.kind for problem in problems))
+    site.audit.add("registered", digest=study.digest(), problems=kinds)
     told = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
-    return site.reply({}, site=node.name, rows=told, torch=torch.__version__)
-
-
-def _describes_rows(study: Any) -> bool:
-    """Return whether a method of the study sends numbers of single rows."""
-    from nestfed.experiment.build import method
-
-    if isinstance(study, Custom):
-        return bool(study.make().algorithm.describes_rows)
-    trained = [study.for_method(name) for name in study.methods] if study.is_study else [study]
-    return any(method(one).describes_rows for one in trained)
+    return site.reply({}, site=node.name, rows=told, torch=torch.__version__, problems=kinds, clock=time.time())
 
 
 def _answer(site: _Site) -> bytes:
@@ -246,6 +210,7 @@ def _agreed(site: _Site) -> tuple[Agreement, Path]:
     if "plan" in words:
         scaling = {k.removeprefix(PLAN): v for k, v in site.arrays.items() if k.startswith(PLAN)}
         write_plan(folder / "plan.safetensors", Agreement.unpacked(words["plan"], scaling), token)
+        site.audit.add("study agreed", digest=site.study.digest(), run=token)
     found = read_plan(folder / "plan.safetensors")
     if found is None:
         raise _TroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
@@ -262,6 +227,7 @@ def _answers(
     found = answered(asked, parts, site.node.min_cell, x)
     for key in found:
         LOG.info("answering %s", key)
+    site.audit.add("questions answered", questions=list(found), group=site.words.get("group"))
     return list(found), {f"{key}.{k}": v for key, reply in found.items() for k, v in reply.items()}
 
 
@@ -305,6 +271,7 @@ def _work(site: _Site, asked: Sequence[Question]) -> bytes:
         arrays |= numbers({k: v[0] for k, v in upload.fields.items()}, FIELDS)
         arrays |= numbers({k: v[0] for k, v in upload.gathered.items()}, GATHERED)
         loss = {} if bool(upload.loss.isnan()) else {"loss": float(upload.loss)}  # a problem may record none
+        site.audit.add("update sent", training=name.strip(), round=order.number, examples=upload.examples)
         said["report"] = {"moved": float(upload.moved), "examples": upload.examples, **loss}
     return site.reply(arrays, **said)
 

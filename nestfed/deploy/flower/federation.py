@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO
@@ -138,6 +138,7 @@ class Flower:
                     f"round {order.round}."
                 )
         uploads.finish()
+        self._note(order, uploads.done | job.answers.keys())
         reply.answers = {n: job.answers[n] for n in sorted(job.answers)}
         self._count_bytes(order.number)
         return reply
@@ -161,6 +162,8 @@ class Flower:
         job = Asking(self, tuple(questions), f"question-{self.asked}", sorted(self.roster.nodes()), final, x)
         self._fetch(job, min(self.roster.setup.least, len(job.required)))
         self._count_bytes(0)
+        asked, done = [one.key for one in questions], sorted(map(self.roster.called, job.answers))
+        self.roster.audit.add("questions asked", questions=asked, answered=done)
         return {n: job.answers[n] for n in sorted(job.answers)}
 
     def with_plan(self, node: int, words: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -298,6 +301,12 @@ class Flower:
         if roster.mailbox.open_hellos(node):
             roster.behind.add(node)  # or it was only slow: its answer clears this
         return True
+
+    def _note(self, order: Order, done: Iterable[int]) -> None:
+        """Add a round to the audit log."""
+        what = "round finished" if order.asked else "model judged"
+        training = {"training": self.training.name} if self.training else {}
+        self.roster.audit.add(what, **training, round=order.number, sites=sorted(map(self.roster.called, done)))
 
     def _count_bytes(self, number: int) -> None:
         """Log the size of the messages; the record counts only the fields in them."""

@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,27 +168,6 @@ class Local:
                 return
             time.sleep(0.1)
         raise NestfedError(f"The {name} is not listening after {seconds:g} s:\n{self.processes.tail(name)}")
-
-
-def supernode(options: Sequence[str]) -> None:
-    """Run a SuperNode and exit when it ends.
-
-    A connection that breaks during a TLS handshake ends Flower's worker, but one of its threads keeps the process alive.
-    """
-    try:
-        from flwr.supernode.cli import flower_supernode
-    except ImportError as error:
-        raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.") from error
-    sys.argv = ["flower-supernode", *options]
-    # Flower looks for its other commands there.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    try:
-        flower_supernode()
-    except Exception:  # otherwise the thread keeps the process alive
-        traceback.print_exc()
-    sys.stderr.write("nestfed: the SuperNode lost the SuperLink; start it again.\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def free_port() -> int:

@@ -9,14 +9,33 @@ logged there; the coordinator receives only its kind.
 """
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from nestfed.core import NestfedError
 
 if find_spec("flwr") is None:
     raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.")
 
-from nestfed.deploy.flower.client import client_app
-from nestfed.deploy.flower.messages import Custom
-from nestfed.deploy.flower.server import server_app
+if TYPE_CHECKING:
+    from nestfed.deploy.flower.client import client_app
+    from nestfed.deploy.flower.messages import Custom
+    from nestfed.deploy.flower.server import server_app
 
 __all__ = ["Custom", "client_app", "server_app"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import when first used: a SuperNode needs no torch."""
+    if name == "Custom":
+        from nestfed.deploy.flower.messages import Custom
+
+        return Custom
+    if name == "client_app":
+        from nestfed.deploy.flower.client import client_app
+
+        return client_app
+    if name == "server_app":
+        from nestfed.deploy.flower.server import server_app
+
+        return server_app
+    raise AttributeError(f"module 'nestfed.deploy.flower' has no attribute {name!r}")

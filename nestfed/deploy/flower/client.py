@@ -19,8 +19,9 @@ from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknow
 from nestfed.deploy.agree import Agreement
 from nestfed.deploy.discloses import questions_in
 from nestfed.deploy.flower.gate import FIELDS, GATHERED
+from nestfed.deploy.flower.kept import Kept, Key, stamp_of_file
 from nestfed.deploy.flower.log import shown_by_flower
-from nestfed.deploy.flower.mailbox import block_of, content_of
+from nestfed.deploy.flower.mailbox import ASK, HELLO, TRAIN, block_of, content_of
 from nestfed.deploy.flower.messages import (
     PLAN,
     TABLES,
@@ -42,7 +43,7 @@ from nestfed.engine.store import LostStateError, Versions, private_fields
 from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
 
 if TYPE_CHECKING:
-    from nestfed.deploy.site import Place
+    from nestfed.deploy.site import Made, Place
 
 LOG = logging.getLogger(__name__)
 MIN_CELL = 10
@@ -91,19 +92,26 @@ def client_app(source: Any) -> ClientApp:
     """Return a site's app for an experiment file, an `Experiment`, or a `Custom` problem."""
     app = ClientApp()
 
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return _safely(source, message, context, _hello)
+    def act(message: Message, context: Context) -> Message:
+        return answer(lambda: study_of(source), message, context, Kept())
 
-    @app.query("ask")
-    def ask(message: Message, context: Context) -> Message:
-        return _safely(source, message, context, _answer)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return _safely(source, message, context, _answer)
-
+    app.query("hello")(act)
+    app.query("ask")(act)
+    app.train()(act)
     return app
+
+
+def answer(find: Callable[[], Any], message: Message, context: Context, kept: Kept) -> Message:
+    """Answer a message of the coordinator.
+
+    find: returns the study, or raises. kept: what earlier messages left for later ones; a process that stays passes the
+    same one every time.
+    """
+    acts: dict[str, Act] = {HELLO: _hello, ASK: _answer, TRAIN: _answer}
+    kind = message.metadata.message_type
+    if kind not in acts:
+        raise unknown("message", kind, acts)
+    return _safely(find, message, context, kept, acts[kind])
 
 
 Act = Callable[["_Site"], bytes]
@@ -117,6 +125,7 @@ class _Site:
     node: _Node
     packed: Packed
     arrays: Arrays
+    kept: Kept
 
     @property
     def words(self) -> Mapping[str, Any]:
@@ -128,13 +137,34 @@ class _Site:
         stamp = stamp_of(self.study, client=self.node.place.n, group=self.words.get("group"), **words)
         return pack(stamp, arrays)
 
+    @property
+    def _table(self) -> Key:
+        """What has to stay the same for the site's rows to stay the same."""
+        place = self.node.place
+        return (self.study, place, stamp_of_file(place.file) if place.file else None)
 
-def _safely(source: Any, message: Message, context: Context, act: Act) -> Message:
+    def raw_rows(self) -> dict[str, Rows]:
+        """Return the site's rows by part, before the sites have agreed on an encoding."""
+        from nestfed.deploy.site import raw_rows  # not at the top: it imports all of training
+
+        return self.kept.get("raw rows", self._table, lambda: raw_rows(self.study, self.node.place))
+
+    def made(self, agreement: Agreement, plan: Path) -> Made:
+        """Return the site's objects for an agreement, which is in the file `plan`."""
+        from nestfed.deploy.site import Made, at_site
+
+        if isinstance(self.study, Custom):
+            return Made(self.study.make(), lambda part: None)
+        key = (*self._table, stamp_of_file(plan))
+        return self.kept.get("objects", key, lambda: at_site(self.study, self.node.place, agreement))
+
+
+def _safely(find: Callable[[], Any], message: Message, context: Context, kept: Kept, act: Act) -> Message:
     """Always answer. An error message may quote the site's data, so it stays in the site's log."""
     with shown_by_flower():
         try:
-            block = act(_site(study_of(source), message, context))
-        except _TroubleError as trouble:
+            block = act(_site(find(), message, context, kept))
+        except OwnTroubleError as trouble:
             LOG.warning("%s", trouble)
             block = _trouble(trouble.kind, context)
         except DivergedError as error:
@@ -149,7 +179,9 @@ def _safely(source: Any, message: Message, context: Context, act: Act) -> Messag
     return Message(content_of(block), reply_to=message)
 
 
-class _TroubleError(NestfedError):
+class OwnTroubleError(NestfedError):
+    """A reason why this site does not take part, of which the coordinator is told the kind."""
+
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(sentence)
         self.kind = kind
@@ -159,38 +191,36 @@ def _trouble(kind: str, context: Context) -> bytes:
     return pack({"trouble": kind, "site": str(context.node_config.get("site", ""))[:64]}, {})
 
 
-def _site(study: Any, message: Message, context: Context) -> _Site:
+def _site(study: Any, message: Message, context: Context, kept: Kept) -> _Site:
     """Return the site and the message; raise if the site must not take part."""
     node = _Node.read(context.node_config)
     if node.threads:
         torch.set_num_threads(node.threads)
     packed = block_of(message)
     if kind := mismatch(study, packed.words):
-        raise _TroubleError(kind, f"the coordinator runs another experiment or version: {dict(packed.words)}.")
+        raise OwnTroubleError(kind, f"the coordinator runs another experiment or version: {dict(packed.words)}.")
     if node.pinned and node.pinned != study.digest():
-        raise _TroubleError(
+        raise OwnTroubleError(
             "another-experiment", f"this site takes part in experiment {node.pinned}, not in {study.digest()}."
         )
     from nestfed.deploy.site import WITHDRAWN  # not at the top: it imports all of training
 
     if (node.state / WITHDRAWN).exists():
-        raise _TroubleError(
+        raise OwnTroubleError(
             "withdrawn", f"this site has withdrawn: delete {node.state / WITHDRAWN} to take part again."
         )
-    return _Site(study, node, packed, packed.arrays())
+    return _Site(study, node, packed, packed.arrays(), kept)
 
 
 def _hello(site: _Site) -> bytes:
-    from nestfed.deploy.site import raw_rows
-
     study, node = site.study, site.node
     rows = dict.fromkeys(PARTS, 0)
     if isinstance(study, Custom):
         rows[TRAINING] = as_clients(study.make().clients).examples(node.place.n)
     else:
-        rows |= {part: len(some) for part, some in raw_rows(study, node.place).items()}
+        rows |= {part: len(some) for part, some in site.raw_rows().items()}
     if 0 < rows[TRAINING] < node.min_cell:
-        raise _TroubleError(
+        raise OwnTroubleError(
             "too-few", f"this site has {rows[TRAINING]} training rows, fewer than its min-cell = {node.min_cell}."
         )
     told = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
@@ -201,9 +231,7 @@ def _answer(site: _Site) -> bytes:
     """Answer the questions of a message, and train if it is an order to."""
     asked = questions_of(site.words["questions"], site.arrays)
     if "round" not in site.words:
-        from nestfed.deploy.site import raw_rows
-
-        parts = {} if isinstance(site.study, Custom) else raw_rows(site.study, site.node.place)
+        parts = {} if isinstance(site.study, Custom) else site.raw_rows()
         found = _answers(site, asked, parts, None)
         return site.reply(found[1], answered=found[0])
     return _work(site, asked)
@@ -224,8 +252,6 @@ def _answers(
 
 
 def _work(site: _Site, asked: Sequence[Question]) -> bytes:
-    from nestfed.deploy.site import Made, at_site
-
     study, node, words = site.study, site.node, site.words
     run, exchange, execution = study.run, study.exchange, study.execution
     token = str(words["token"])
@@ -237,9 +263,9 @@ def _work(site: _Site, asked: Sequence[Question]) -> bytes:
         write_plan(folder / "plan.safetensors", Agreement.unpacked(words["plan"], scaling), token)
     found = read_plan(folder / "plan.safetensors")
     if found is None:
-        raise _TroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
+        raise OwnTroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
     n = node.place.n
-    made = Made(study.make(), lambda part: None) if isinstance(study, Custom) else at_site(study, node.place, found[0])
+    made = site.made(found[0], folder / "plan.safetensors")
     problem = made.assembly.problem
     method = with_buffers(problem, made.assembly.algorithm, study.evaluation.keep)
     clients = as_clients(made.assembly.clients).seeded(run.seed)

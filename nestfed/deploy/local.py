@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+SUPERNODE = (sys.executable, "-m", "nestfed", "deploy", "supernode")
+"""The command that starts a site."""
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 """Turn off Flower's telemetry and update check."""
 
@@ -40,6 +42,8 @@ class Local:
     port: int = 0
     node_ports: dict[int, int] = field(default_factory=dict)
     sites: dict[int, dict[str, Any]] = field(default_factory=dict)
+    commands: dict[int, Sequence[str]] = field(default_factory=dict)
+    """The beginning of the command of each site that is not started by `SUPERNODE`."""
 
     def __post_init__(self) -> None:
         self.port = self.port or free_port()
@@ -138,8 +142,7 @@ class Local:
         self.processes.start(
             f"site-{n}",
             [
-                sys.executable, "-m", "nestfed", "deploy", "supernode", *tls, "--superlink", f"{LOOPBACK}:{self.port}",
-                "--host", LOOPBACK, "--port", str(port), "--node-config", words,
+                *self.commands.get(n, SUPERNODE), *tls, "--superlink", f"{LOOPBACK}:{self.port}", "--host", LOOPBACK, "--port", str(port), "--node-config", words,
             ],
             self.environment(f"site-{n}"),
         )  # fmt: skip

@@ -117,7 +117,9 @@ def measure(sites: int, last_first: bool) -> None:
         settings = {"sites": sites, "out": str(Path(folder) / "run"), "deadline": 600.0}
         server_app(study(sites))(Answering(sites, last_first), Context(1, 1, {}, RecordDict(), settings))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    sys.stdout.write(json.dumps({"sites": sites, "order": "last first" if last_first else "at once", "peak MB": round(peak)}) + "\n")
+    sys.stdout.write(
+        json.dumps({"sites": sites, "order": "last first" if last_first else "at once", "peak MB": round(peak)}) + "\n"
+    )
 
 
 if __name__ == "__main__":

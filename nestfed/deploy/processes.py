@@ -78,7 +78,8 @@ class Processes:
 
     def _end(self, leaders: Sequence[subprocess.Popen[bytes]], mark: str, number: int) -> None:
         """Send a signal to all processes with a mark, wait, and kill the rest."""
-        for attempt, patience in ((number, 5.0), (signal.SIGKILL, 5.0)):
+        # A SuperNode needs some seconds to leave; if it is killed, the SuperLink rejects its successor for a minute.
+        for attempt, patience in ((number, 10.0), (signal.SIGKILL, 5.0)):
             for pid in marked(mark):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, attempt)

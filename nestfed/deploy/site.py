@@ -54,31 +54,31 @@ def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     return SiteExamples(made, () if images else as_table(whole)[1], names)
 
 
-def raw_rows(experiment: Experiment, place: Place) -> dict[str, Rows]:
+def read_examples(experiment: Experiment, place: Place) -> SiteExamples:
+    """Read a site's own examples, or the dataset of which it has a part."""
+    if place.file:
+        return own_examples(experiment, place)
+    made = _divided(experiment)
+    return SiteExamples(made, (), tuple(map(str, range(made.classes))))
+
+
+Read = Callable[[Experiment, Place], SiteExamples]
+
+
+def raw_rows(experiment: Experiment, place: Place, read: Read = read_examples) -> dict[str, Rows]:
     """Return a site's rows by part, before the sites have agreed on an encoding."""
     if not isinstance(experiment.problem, Labelled):
         return {}
-    if not place.file:
-        made = _divided(experiment)
-        mine = _part(made, place.n)
-        names = tuple(map(str, range(made.classes)))
-        return _by_part(
-            made,
-            mine,
-            place,
-            experiment.partition.clients,
-            lambda held: Rows(held.x.numpy(), held.y.numpy(), classes=names),
-        )
-    own = own_examples(experiment, place)
-    spec = experiment.data
-    stated = bool(spec.binary or spec.positive or spec.classes)
+    own, spec = read(experiment, place), experiment.data
+    stated = bool(spec.binary or spec.positive or spec.classes) and bool(place.file)
 
     def rows(held: Held) -> Rows:
         x = held.x.numpy()
         table = x if own.schema else None
         return Rows(x, held.y.numpy(), table=table, schema=own.schema, classes=own.classes, stated=stated)
 
-    return _by_part(own.prepared, own.prepared.parts[0], place, 1, rows)
+    mine = own.prepared.parts[0] if place.file else _part(own.prepared, place.n)
+    return _by_part(own.prepared, mine, place, 1 if place.file else experiment.partition.clients, rows)
 
 
 def _by_part(
@@ -121,19 +121,18 @@ class Made:
     """Returns the rows of a part as model inputs."""
 
 
-def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
+def at_site(experiment: Experiment, place: Place, agreement: Agreement, read: Read = read_examples) -> Made:
     """Return the objects of a site."""
     if not isinstance(experiment.problem, Labelled):
         return Made(assemble(experiment), lambda part: None)
+    mine = read(experiment, place)
+    prepared = mine.prepared
     if place.file:
-        mine = own_examples(experiment, place)
-        prepared = mine.prepared
         if mine.schema:
             prepared = _scaled(prepared, lambda x: agreement.encoding(x.numpy(), mine.schema, place.file))
         rows = prepared.parts[0]
         held = {TEST: prepared.test, VALIDATION: prepared.validation}
     else:
-        prepared = _divided(experiment)
         rows = _part(prepared, place.n)
         both = {TEST: prepared.test, VALIDATION: prepared.validation}
         held = {part: _share(h, place.n, agreement.clients) for part, h in both.items()}

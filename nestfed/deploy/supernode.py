@@ -73,13 +73,19 @@ def _readable_once(secret: bytes) -> str:
 def _start(runtime: Runtime, secret: bytes) -> subprocess.Popen[str]:
     """Start the worker; it ends when this process does, and this process ends when it does."""
     command = [sys.executable, "-m", "nestfed.deploy.flower.worker"]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, preexec_fn=_ignore_signals)
     assert worker.stdin is not None
     where = {"address": runtime.address, "root": runtime.root, "secret": secret.hex()}
     worker.stdin.write(json.dumps(where) + "\n")
     worker.stdin.flush()
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
     return worker
+
+
+def _ignore_signals() -> None:
+    """Let the SuperNode alone decide when its worker ends, also if both get the signal."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_with(worker: subprocess.Popen[str]) -> None:

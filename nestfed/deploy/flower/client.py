@@ -43,7 +43,7 @@ from nestfed.engine.store import LostStateError, Versions, private_fields
 from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
 
 if TYPE_CHECKING:
-    from nestfed.deploy.site import Made, Place
+    from nestfed.deploy.site import Made, Place, SiteExamples
 
 LOG = logging.getLogger(__name__)
 MIN_CELL = 10
@@ -143,11 +143,16 @@ class _Site:
         place = self.node.place
         return (self.study, place, stamp_of_file(place.file) if place.file else None)
 
+    def _read(self, study: Any, place: Place) -> SiteExamples:
+        from nestfed.deploy.site import read_examples  # not at the top: it imports all of training
+
+        return self.kept.get("examples", self._table, lambda: read_examples(study, place))
+
     def raw_rows(self) -> dict[str, Rows]:
         """Return the site's rows by part, before the sites have agreed on an encoding."""
-        from nestfed.deploy.site import raw_rows  # not at the top: it imports all of training
+        from nestfed.deploy.site import raw_rows
 
-        return self.kept.get("raw rows", self._table, lambda: raw_rows(self.study, self.node.place))
+        return raw_rows(self.study, self.node.place, self._read)
 
     def made(self, agreement: Agreement, plan: Path) -> Made:
         """Return the site's objects for an agreement, which is in the file `plan`."""
@@ -156,7 +161,7 @@ class _Site:
         if isinstance(self.study, Custom):
             return Made(self.study.make(), lambda part: None)
         key = (*self._table, stamp_of_file(plan))
-        return self.kept.get("objects", key, lambda: at_site(self.study, self.node.place, agreement))
+        return self.kept.get("objects", key, lambda: at_site(self.study, self.node.place, agreement, self._read))
 
 
 def _safely(find: Callable[[], Any], message: Message, context: Context, kept: Kept, act: Act) -> Message:

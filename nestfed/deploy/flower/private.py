@@ -17,7 +17,7 @@ import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from nestfed.deploy.flower.private_site import BACKOFF, LONGEST_BACKOFF, VERSION
+from nestfed.deploy.flower.private_site import BACKOFF, LONGEST_BACKOFF, VERSION, retry_if_locked
 from nestfed.deploy.wire import RejectedError
 
 LOG = logging.getLogger(__name__)
@@ -49,7 +49,10 @@ def _bounded(grid: Grid) -> bool:
         return False
     from flwr.superlink.grid.http_grid import HttpGrid
 
-    return isinstance(grid, HttpGrid)
+    if isinstance(grid, HttpGrid):
+        retry_if_locked()
+        return True
+    return False
 
 
 def _pull_bounded(grid: Any, most: Mapping[str, int]) -> Iterator[Pulled]:

@@ -1,5 +1,7 @@
 """The only use of Flower's private interfaces at a site: a SuperNode that sleeps less, and the tasks it has for a worker.
 
+(The coordinator's are in `private.py`.)
+
 A SuperNode with `--isolation process` starts no processes. It offers every message as a task, which a worker takes, reads,
 answers and finishes through an interface on the site's own machine. `unusable` says whether these interfaces are those of
 the installed Flower; if not, nothing here may be used, and Flower starts a process for every message.
@@ -39,6 +41,7 @@ def unusable() -> str:
     if not found.startswith(VERSION):
         return f"Flower is version {found}, and its private interfaces are only known for {VERSION}x"
     try:
+        from flwr.supercore.retry.http_retry import _RETRYABLE_STATUS_CODES  # noqa: F401
         from flwr.supernode import start_client_internal as loop
         from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode  # noqa: F401
         from flwr.supernode.runtime.run_clientapp import push_message, push_task_output  # noqa: F401
@@ -102,9 +105,21 @@ def quicken() -> None:
     """Make the SuperNode of this process poll at a `Pace`."""
     from flwr.supernode import start_client_internal as loop
 
+    retry_if_locked()
     names: dict[str, Any] = vars(loop)
     pull = partial(names["pull_objects"], initial_backoff=BACKOFF, backoff_cap=LONGEST_BACKOFF)
     names.update(time=_Clock(), pull_objects=pull)
+
+
+def retry_if_locked() -> None:
+    """Let this process repeat calls of the SuperLink that fail with error 500, as Flower does with 502 to 504.
+
+    A SuperLink answers so while its database is locked, which a large message can cause. A SuperNode would end.
+    """
+    from flwr.supercore.retry import http_retry
+
+    names: dict[str, Any] = vars(http_retry)
+    names["_RETRYABLE_STATUS_CODES"] = frozenset({*names["_RETRYABLE_STATUS_CODES"], 500})
 
 
 # ---------------------------------------------------------------------------------------------------------

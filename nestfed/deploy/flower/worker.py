@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import tomllib
@@ -82,8 +81,6 @@ def serve(tasks: Tasks) -> NoReturn:
 
 def main() -> None:
     """Read from the standard input where the tasks are, and end when it does: the SuperNode holds the other end."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the SuperNode decides when to end
     where = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     root = Path(where["root"]).read_bytes() if where["root"] else None

@@ -70,7 +70,7 @@ def raw_rows(experiment: Experiment, place: Place, read: Read = read_examples) -
     if not isinstance(experiment.problem, Labelled):
         return {}
     own, spec = read(experiment, place), experiment.data
-    stated = bool(spec.binary or spec.positive or spec.classes) and bool(place.file)
+    stated = not place.file or bool(spec.binary or spec.positive or spec.classes)
 
     def rows(held: Held) -> Rows:
         x = held.x.numpy()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import http.server
 import io
 import itertools
 import sys
@@ -25,6 +26,7 @@ pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed
 
 import uvicorn
 from flwr.app import Context, Message, RecordDict
+from flwr.supercore.retry import http_retry
 from flwr.supernode import start_client_internal as loop
 
 from nestfed.core import NestfedError
@@ -39,6 +41,8 @@ from nestfed.deploy.flower.messages import stamp_of
 from nestfed.deploy.local import free_port
 from nestfed.deploy.wire import pack
 from nestfed.experiment.spec import Experiment, from_tables
+from nestfed.queries import CLASSES, Question, answered
+from nestfed.queries.tables import classes_of
 from tests.flower import LocalGrid, checkpointed, coordinate, federation
 
 FMGDA = {"name": "fmgda", "c_hat": 0.1, "c": 0.1}
@@ -123,6 +127,15 @@ def test_a_worker_reads_its_table_and_builds_its_objects_once(tmp_path: Path, mo
     deployed(experiment, tmp_path / "run", files, staying=True)
     assert sorted(read) == files
     assert len(built) == 3 + 1  # and the coordinator's
+
+
+def test_a_part_of_a_dataset_has_all_its_classes_under_the_rule_for_small_cells(tmp_path: Path) -> None:
+    """Its classes are those of the whole dataset, which everybody knows, also where the part has few of one."""
+    experiment = study("auroc", FMGDA)
+    parts = [site_module.raw_rows(experiment, site_module.Place(n))["training"] for n in range(3)]
+    assert min(int(np.bincount(rows.y.astype(int), minlength=2).min()) for rows in parts) < 60
+    found = [answered([Question(CLASSES, "training", {})], {"training": rows}, 60) for rows in parts]
+    assert {classes_of(one["classes.training"])[0] for one in found} == {("0", "1")}
 
 
 def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
@@ -239,8 +252,8 @@ class Site:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A SuperNode's loop that polls at a pace, for this test only."""
-    for name in ("time", "pull_objects"):
-        monkeypatch.setattr(loop, name, getattr(loop, name))
+    for module, name in ((loop, "time"), (loop, "pull_objects"), (http_retry, "_RETRYABLE_STATUS_CODES")):
+        monkeypatch.setattr(module, name, getattr(module, name))
     private_site.quicken()
 
 
@@ -376,6 +389,45 @@ def test_flowers_loop_sleeps_at_a_pace(quick: None) -> None:
     slept(0.5)
     assert slept(3) == pytest.approx(0.05)
     assert clock.monotonic() > 0  # everything else is the module's own
+
+
+class Locked(http.server.BaseHTTPRequestHandler):
+    """A SuperLink whose database is locked at the first call."""
+
+    calls = 0
+
+    def do_POST(self) -> None:
+        type(self).calls += 1
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(500 if self.calls == 1 else 200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_a_locked_superlink_is_asked_again(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    from flwr.proto.runtime_pb2 import GetNodesRequest
+    from flwr.supercore.retry import make_simple_http_retry_invoker
+    from flwr.supercore.runtime import RuntimeHttpClient
+
+    monkeypatch.setattr(Locked, "calls", 0)
+    server = http.server.HTTPServer(("127.0.0.1", 0), Locked)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = RuntimeHttpClient.from_server_address(
+        f"127.0.0.1:{server.server_port}", True, None, [], retry_invoker=make_simple_http_retry_invoker()
+    )
+    try:
+        with pytest.raises(httpx.HTTPStatusError, match="500"):
+            client.GetNodes(GetNodesRequest())
+        Locked.calls = 0
+        request.getfixturevalue("quick")
+        assert list(client.GetNodes(GetNodesRequest()).nodes) == []
+        assert Locked.calls == 2
+    finally:
+        client.close()
+        server.shutdown()
+        server.server_close()
 
 
 # --- the fallback ---

@@ -302,7 +302,7 @@ def test_a_worker_killed_in_a_round(federation: Local, tmp_path: Path) -> None:
     log = federation.processes.logs / "site-1.log"
     before = len(log.read_text())
     run = submit(federation, study, out)
-    until(lambda: "ROUND 3]" in log.read_text()[before:], "round 3 at site 1")
+    until(supervised(federation, lambda: "ROUND 3]" in log.read_text()[before:]), "round 3 at site 1")
     (worker,), site = workers(federation, 1), federation.processes.running["site-1"]
     os.kill(worker, signal.SIGKILL)
     until(lambda: site.poll() is not None, "the SuperNode to end with its worker", 30)

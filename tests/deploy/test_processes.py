@@ -1,0 +1,35 @@
+"""Processes of a federation end as they should."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from nestfed.deploy.processes import Processes, marked
+
+SLOW_TO_END = """
+import signal, sys, time
+
+def end(number, frame):
+    print("signal", flush=True)
+    time.sleep(0.3)
+    print("ended", flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_gets_one_signal_and_time_to_end(tmp_path: Path) -> None:
+    """A SuperNode takes a second one as the order to end at once, so it would not tell the SuperLink."""
+    with Processes(tmp_path) as processes:
+        started = processes.start("site", [sys.executable, "-c", SLOW_TO_END], {})
+        while "ready" not in processes.tail("site"):
+            time.sleep(0.02)
+        processes.stop("site")
+        assert processes.tail("site").splitlines() == ["ready", "signal", "ended"]
+        assert started.returncode == 0
+        assert not marked(processes.mark)

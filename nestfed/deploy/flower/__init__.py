@@ -3,9 +3,10 @@
     app = client_app("experiment.toml")     # at every site; its node configuration gives the client's number
     app = server_app("experiment.toml")     # at the coordinator; the app's configuration holds the options
 
-Messages: `query.hello` and `query.spread` before the first round (counts, sums, names), then `train` with the shared
-fields, and `evaluate` for sites that do not train in a round. Other messages are not answered. An error at a site is
-logged there; the coordinator receives only its kind.
+Messages: `query.hello` (who are you?), `query.ask` (questions about a site's rows), and `train` (an order, which may also ask).
+Other messages are not answered. An error at a site is logged there; the coordinator receives only its kind.
+
+A site runs `client_app` in a process for every message, or its resident worker (`worker.py`) answers by the same code.
 """
 
 from importlib.util import find_spec

@@ -244,7 +244,10 @@ def restarted(federation: Local, n: int, command: Sequence[str]) -> None:
     """Start a site again by another command."""
     federation.processes.stop(f"site-{n}")
     federation.commands[n] = command
+    log = federation.processes.logs / f"site-{n}.log"
+    before = len(log.read_text())
     federation.supernode(n, **federation.sites[n])
+    until(supervised(federation, lambda: "SuperNode ID" in log.read_text()[before:]), f"site {n} to connect", 120)
 
 
 def test_a_dishonest_site(federation: Local, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import typer
 
 from nestfed.deploy.app import init
 from nestfed.deploy.certificates import write_certificates, write_key
-from nestfed.deploy.local import LOOPBACK, local, supernode
+from nestfed.deploy.local import LOOPBACK, local
+from nestfed.deploy.supernode import supernode
 
 if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
@@ -115,10 +116,13 @@ def local_(
     "supernode", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
 )
 def supernode_(context: typer.Context) -> None:
-    """Run a site's SuperNode, with the options of `flower-supernode`.
+    """Run a site's SuperNode and its worker, with the options of `flower-supernode`.
 
-    It exits when it loses the SuperLink permanently, so that a supervisor can restart it. Flower's own command keeps
-    running without a connection.
+    The worker stays and answers every message. It runs no code that the coordinator delivers, only its experiment file.
+    With `--isolation subprocess`, Flower starts a process for every message instead, which runs the delivered code.
+
+    It exits when the SuperNode loses the SuperLink permanently, or when the worker ends, so that a supervisor can restart
+    both. Flower's own command keeps running without a connection.
     """
     supernode(context.args)
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nestfed.core import NestfedError
 from nestfed.deploy.app import check_experiment, write_app
-from nestfed.deploy.certificates import remember_authority, write_certificates, write_key
+from nestfed.deploy.certificates import write_certificates, write_key
 from nestfed.deploy.enrolled import FILE, Enrolled, fingerprint, write_sites
 from nestfed.deploy.processes import Processes
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+SUPERNODE = (sys.executable, "-m", "nestfed", "deploy", "supernode")
+"""The command that starts a site."""
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 """Turn off Flower's telemetry and update check."""
 
@@ -42,6 +43,8 @@ class Local:
     port: int = 0
     node_ports: dict[int, int] = field(default_factory=dict)
     sites: dict[int, dict[str, Any]] = field(default_factory=dict)
+    commands: dict[int, Sequence[str]] = field(default_factory=dict)
+    """The beginning of the command of each site that is not started by `SUPERNODE`."""
 
     def __post_init__(self) -> None:
         self.port = self.port or free_port()
@@ -145,8 +148,7 @@ class Local:
         self.processes.start(
             f"site-{n}",
             [
-                sys.executable, "-m", "nestfed", "deploy", "supernode", *tls, "--superlink", f"{LOOPBACK}:{self.port}",
-                "--host", LOOPBACK, "--port", str(port), "--node-config", words,
+                *self.commands.get(n, SUPERNODE), *tls, "--superlink", f"{LOOPBACK}:{self.port}", "--host", LOOPBACK, "--port", str(port), "--node-config", words,
             ],
             self.environment(f"site-{n}"),
         )  # fmt: skip
@@ -175,28 +177,6 @@ class Local:
                 return
             time.sleep(0.1)
         raise NestfedError(f"The {name} is not listening after {seconds:g} s:\n{self.processes.tail(name)}")
-
-
-def supernode(options: Sequence[str]) -> None:
-    """Run a SuperNode and exit when it ends.
-
-    A connection that breaks during a TLS handshake ends Flower's worker, but one of its threads keeps the process alive.
-    """
-    try:
-        from flwr.supernode.cli import flower_supernode
-    except ImportError as error:
-        raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.") from error
-    remember_authority(options)
-    sys.argv = ["flower-supernode", *options]
-    # Flower looks for its other commands there.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    try:
-        flower_supernode()
-    except Exception:  # otherwise the thread keeps the process alive
-        traceback.print_exc()
-    sys.stderr.write("nestfed: the SuperNode lost the SuperLink; start it again.\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def free_port() -> int:

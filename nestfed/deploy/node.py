@@ -51,7 +51,7 @@ class Node:
         if not isinstance(min_cell, int) or isinstance(min_cell, bool) or min_cell < 0:
             raise NestfedError(f"min-cell must be a whole number of at least 0, not {min_cell!r}.")
         pinned, threads = str(config.get("experiment", "")), int(config.get("threads", 0))
-        return cls(Place(n, data), name, Path(str(state)), pinned, threads, min_cell)
+        return cls(Place(n, data, name), name, Path(str(state)), pinned, threads, min_cell)
 
     @classmethod
     def parse(cls, text: str) -> Node:

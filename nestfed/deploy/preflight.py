@@ -98,10 +98,10 @@ def forbidden(rows: int, describes_rows: bool, min_cell: int) -> Iterator[Proble
 
 def describes_rows(study: Experiment) -> bool:
     """Return whether a method of the study sends numbers of single rows."""
-    from nestfed.experiment.build import method
+    from nestfed.algorithms import METHODS
 
     trained = [study.for_method(name) for name in study.methods] if study.is_study else [study]
-    return any(method(one).describes_rows for one in trained)
+    return any(METHODS[one.algorithm.name].describes_rows for one in trained)
 
 
 def _wrong(study: Experiment, path: Path) -> Iterator[Problem]:

@@ -18,13 +18,14 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from nestfed.algorithms.buffered import with_buffers
-from nestfed.core import DivergedError, Fields, NestfedError, as_clients
+from nestfed.core import DivergedError, Fields, NestfedError, as_clients, unknown
 from nestfed.deploy.audit import FOLDER, Audit
 from nestfed.deploy.certificates import AUTHORITY_PATH
 from nestfed.deploy.discloses import questions_in
 from nestfed.deploy.flower.gate import FIELDS, GATHERED
+from nestfed.deploy.flower.kept import Kept, Key, stamp_of_file
 from nestfed.deploy.flower.log import shown_by_flower
-from nestfed.deploy.flower.mailbox import block_of, content_of
+from nestfed.deploy.flower.mailbox import ASK, HELLO, TRAIN, block_of, content_of
 from nestfed.deploy.flower.messages import (
     PARAMETERS,
     PLAN,
@@ -47,32 +48,42 @@ from nestfed.engine.program import span_from
 from nestfed.engine.round import Order, Reply, Upload
 from nestfed.engine.store import LostStateError, Versions, private_fields
 from nestfed.experiment.study import FINAL, Training
+from nestfed.problems.objective import Labelled
 from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
 from nestfed.queries.agreement import Agreement
 
 if TYPE_CHECKING:
-    pass
+    from nestfed.experiment.site import Made, OwnRows, Table
 
 LOG = logging.getLogger(__name__)
+AGREED = "plan.safetensors"
+"""The file with what the sites have agreed on."""
 
 
 def client_app(source: Any) -> ClientApp:
     """Return a site's app for an experiment file, an `Experiment`, or a `Custom` problem."""
     app = ClientApp()
 
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        return _safely(source, message, context, _hello)
+    def act(message: Message, context: Context) -> Message:
+        return answer(lambda: study_of(source), message, context, Kept())
 
-    @app.query("ask")
-    def ask(message: Message, context: Context) -> Message:
-        return _safely(source, message, context, _answer)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return _safely(source, message, context, _answer)
-
+    app.query("hello")(act)
+    app.query("ask")(act)
+    app.train()(act)
     return app
+
+
+def answer(find: Callable[[], Any], message: Message, context: Context, kept: Kept) -> Message:
+    """Answer a message of the coordinator.
+
+    find: returns the study, or raises. kept: what earlier messages left for later ones; a process that stays passes the
+    same one every time.
+    """
+    acts: dict[str, Act] = {HELLO: _hello, ASK: _answer, TRAIN: _answer}
+    kind = message.metadata.message_type
+    if kind not in acts:
+        raise unknown("message", kind, acts)
+    return _safely(find, message, context, kept, acts[kind])
 
 
 Act = Callable[["_Site"], bytes]
@@ -86,6 +97,7 @@ class _Site:
     node: Node
     packed: Packed
     arrays: Arrays
+    kept: Kept
 
     @property
     def words(self) -> Mapping[str, Any]:
@@ -102,13 +114,59 @@ class _Site:
         stamp = stamp_of(self.study, client=self.node.place.n, group=self.words.get("group"), **words)
         return pack(stamp, arrays)
 
+    @property
+    def _table(self) -> Key:
+        """What has to stay the same for the site's rows to stay the same."""
+        place = self.node.place
+        return (self.study, place, stamp_of_file(place.file) if place.file else None)
 
-def _safely(source: Any, message: Message, context: Context, act: Act) -> Message:
+    def _read(self) -> Table | None:
+        """Return the content of the site's file; None if it has a part of the study's dataset."""
+        from nestfed.experiment.site import own_table  # not at the top: it imports all of training
+
+        file = self.node.place.file
+        return self.kept.get("table", self._table, lambda: own_table(self.study, file)) if file else None
+
+    def raw_rows(self, final: bool = False) -> dict[str, Rows]:
+        """Return the site's rows by part, before the sites have agreed on an encoding.
+
+        - `final`: in the division of a study's last trainings.
+        """
+        from nestfed.experiment.site import examples_at
+
+        if not isinstance(self.study.problem, Labelled):
+            return {}
+        made = self.study.with_overrides(FINAL) if final else self.study
+        read = lambda: examples_at(made, self.node.place, self._read()).rows()  # noqa: E731
+        return self.kept.get("rows", (*self._table, final), read)
+
+    def inputs(self, agreement: Agreement, folder: Path) -> OwnRows:
+        """Return the rows of a study as model inputs, for an agreement whose file is in a folder."""
+        from nestfed.experiment.site import own_rows
+
+        make = lambda: own_rows(self.study, self.node.place, agreement, self._read())  # noqa: E731
+        return self.kept.get("inputs", (*self._table, stamp_of_file(folder / AGREED)), make)
+
+    def made(self, agreement: Agreement, folder: Path, training: Training | None) -> Made:
+        """Return the objects of a run, or of one training of a study."""
+        from nestfed.experiment.site import Made, at_site, made_of
+
+        if isinstance(self.study, Custom):
+            return Made(self.study.make(), lambda part: None)
+        key = (*self._table, stamp_of_file(folder / AGREED), training)
+        if training is None:
+            return self.kept.get("objects", key, lambda: at_site(self.study, self.node.place, agreement))
+        rows, experiment = self.inputs(agreement, folder), training.experiment(self.study)
+        own = rows.last if training.final else rows.trial
+        return self.kept.get("objects", key, lambda: made_of(experiment, own, agreement))
+
+
+def _safely(find: Callable[[], Any], message: Message, context: Context, kept: Kept, act: Act) -> Message:
     """Always answer. An error message may quote the site's data, so it stays in the site's log."""
     with shown_by_flower():
         try:
-            block = act(_site(study_of(source), message, context))
-        except _TroubleError as trouble:
+            block = act(_site(find(), message, context, kept))
+        except OwnTroubleError as trouble:
             LOG.warning("%s", trouble)
             block = _trouble(trouble.kind, context)
         except DivergedError as error:
@@ -123,7 +181,9 @@ def _safely(source: Any, message: Message, context: Context, act: Act) -> Messag
     return Message(content_of(block), reply_to=message)
 
 
-class _TroubleError(NestfedError):
+class OwnTroubleError(NestfedError):
+    """A reason why this site does not take part, of which the coordinator is told the kind."""
+
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(sentence)
         self.kind = kind
@@ -133,30 +193,28 @@ def _trouble(kind: str, context: Context) -> bytes:
     return pack({"trouble": kind, "site": str(context.node_config.get("site", ""))[:64]}, {})
 
 
-def _site(study: Any, message: Message, context: Context) -> _Site:
+def _site(study: Any, message: Message, context: Context, kept: Kept) -> _Site:
     """Return the site and the message; raise if the site must not take part."""
     node = Node.read(context.node_config)
     if node.threads:
         torch.set_num_threads(node.threads)
     packed = block_of(message)
     if kind := mismatch(study, packed.words):
-        raise _TroubleError(kind, f"the coordinator runs another experiment or version: {dict(packed.words)}.")
+        raise OwnTroubleError(kind, f"the coordinator runs another experiment or version: {dict(packed.words)}.")
     if node.pinned and node.pinned != study.digest():
-        raise _TroubleError(
+        raise OwnTroubleError(
             "another-experiment", f"this site takes part in experiment {node.pinned}, not in {study.digest()}."
         )
     from nestfed.deploy.withdraw import WITHDRAWN  # not at the top: it imports all of training
 
     if (node.state / WITHDRAWN).exists():
-        raise _TroubleError(
+        raise OwnTroubleError(
             "withdrawn", f"this site has withdrawn: delete {node.state / WITHDRAWN} to take part again."
         )
-    return _Site(study, node, packed, packed.arrays())
+    return _Site(study, node, packed, packed.arrays(), kept)
 
 
 def _hello(site: _Site) -> bytes:
-    from nestfed.experiment.site import raw_rows
-
     study, node = site.study, site.node
     authority = os.environ.get(AUTHORITY_PATH)
     problems = [*machine(node.state, Path(authority) if authority else None)]
@@ -165,7 +223,7 @@ def _hello(site: _Site) -> bytes:
         rows = dict.fromkeys(PARTS, 0) | {TRAINING: as_clients(made.clients).examples(node.place.n)}
         problems += forbidden(rows[TRAINING], made.algorithm.describes_rows, node.min_cell)
     else:
-        found = examine(study, node.place, node.min_cell, lambda: raw_rows(study, node.place))
+        found = examine(study, node.place, node.min_cell, site.raw_rows)
         rows = {part: len(found.rows.get(part, ())) for part in PARTS}
         problems += found.problems
     for problem in problems:
@@ -187,17 +245,12 @@ def _answer(site: _Site) -> bytes:
 
 def _rows(site: _Site) -> Mapping[str, Rows]:
     """Return the rows that a question outside rounds is about: of the table, or as model inputs."""
-    from nestfed.experiment.site import Network, inputs_at, raw_rows
-
-    study, place = site.study, site.node.place
-    if isinstance(study, Custom):
+    if isinstance(site.study, Custom):
         return {}
     if "final" in site.words:
-        agreement, _ = _agreed(site)
-        return inputs_at(
-            study, place, site.node.name, agreement, Network.of(study, agreement), bool(site.words["final"])
-        )
-    return raw_rows(study.with_overrides(FINAL) if study.is_study else study, place)
+        agreement, folder = _agreed(site)
+        return site.inputs(agreement, folder).by_part(bool(site.words["final"]))
+    return site.raw_rows(final=site.study.is_study)
 
 
 def _agreed(site: _Site) -> tuple[Agreement, Path]:
@@ -209,11 +262,11 @@ def _agreed(site: _Site) -> tuple[Agreement, Path]:
     folder = site.node.state / token
     if "plan" in words:
         scaling = {k.removeprefix(PLAN): v for k, v in site.arrays.items() if k.startswith(PLAN)}
-        write_plan(folder / "plan.safetensors", Agreement.unpacked(words["plan"], scaling), token)
+        write_plan(folder / AGREED, Agreement.unpacked(words["plan"], scaling), token)
         site.audit.add("study agreed", digest=site.study.digest(), run=token)
-    found = read_plan(folder / "plan.safetensors")
+    found = read_plan(folder / AGREED)
     if found is None:
-        raise _TroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
+        raise OwnTroubleError("no-plan", f"{folder} has no plan; the coordinator will send it again.")
     return found[0], folder
 
 
@@ -232,18 +285,15 @@ def _answers(
 
 
 def _work(site: _Site, asked: Sequence[Question]) -> bytes:
-    from nestfed.experiment.site import Made, at_site
-
     study, node, words = site.study, site.node, site.words
     agreement, folder = _agreed(site)
-    name = ""
-    if "training" in words:
-        training = Training.from_json(words["training"])
+    training = Training.from_json(words["training"]) if "training" in words else None
+    made, name = site.made(agreement, folder, training), ""
+    if training is not None:
         study, name = training.experiment(study), f" {training.name}"
         folder /= hashlib.sha256(training.name.encode()).hexdigest()[:12]
     run, exchange, execution = study.run, study.exchange, study.execution
     n = node.place.n
-    made = Made(study.make(), lambda part: None) if isinstance(study, Custom) else at_site(study, node.place, agreement)
     problem = made.assembly.problem
     method = with_buffers(problem, made.assembly.algorithm, study.evaluation.keep)
     clients = as_clients(made.assembly.clients).seeded(run.seed)

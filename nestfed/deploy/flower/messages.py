@@ -39,6 +39,8 @@ TROUBLES = {
     "lost-state": "its private fields of its last round are missing; restore its `state` folder, or set "
     "lost-state to restart",
     "no-plan": "it has no plan yet",
+    "no-experiment": "it takes part in experiment files only, and this study is written in Python; to run the study's code, "
+    "start its SuperNode with --isolation subprocess",
     "diverged": "its numbers became infinite or NaN; see its log",
     "withdrawn": "it has withdrawn from the study",
     "failed": "it failed; see its log",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from logging import INFO, WARNING
 from typing import Any
 
@@ -19,14 +19,15 @@ from nestfed.deploy.flower.gate import inside
 from nestfed.deploy.flower.mailbox import HELLO, Answer, Mailbox
 from nestfed.deploy.flower.messages import TROUBLES, mismatch, stamp_of
 from nestfed.deploy.flower.setup import Setup
+from nestfed.deploy.pace import Pace
 from nestfed.deploy.preflight import as_sentence, meanings
 from nestfed.deploy.wire import Packed, RejectedError, pack
 from nestfed.queries import PARTS
 from nestfed.queries.agreement import too_few
 
 LOG = logging.getLogger(__name__)
-POLL = 0.2
-"""Seconds between two polls for answers."""
+SLOWEST_POLL = 1.0
+"""The longest wait between two polls for answers, in seconds."""
 HELLO_WAIT = 15.0
 """Seconds before an unanswered hello is repeated; doubled after every attempt."""
 ANSWER_WAIT = 60.0
@@ -150,12 +151,15 @@ class Roster:
         self.asked[node] = time.monotonic()
         self.mailbox.send(node, kind, block, group, most)
 
-    def answers(self) -> list[Answer]:
-        """Return the new answers; send a hello to nodes that hold one back, or may do so after a quarter of the deadline."""
-        found, now = self.mailbox.receive(), time.monotonic()
-        for answer in found:
-            if answer.kind != HELLO and not self.mailbox.open_hellos(answer.node):
-                self.behind.discard(answer.node)  # it answered without a hello
+    def answers(self) -> Iterator[Answer]:
+        """Yield the new answers; send a hello to nodes that hold one back, or may do so after a quarter of the deadline."""
+        answered = set()
+        for answer in self.mailbox.receive():
+            if answer.kind != HELLO:
+                answered.add(answer.node)
+            yield answer
+        now = time.monotonic()
+        self.behind -= {node for node in answered if not self.mailbox.open_hellos(node)}  # they needed no hello
         for node in self.mailbox.waiting():
             if self.mailbox.open_hellos(node):
                 continue
@@ -166,7 +170,6 @@ class Roster:
                 due = self.hello_sent[node] < self.asked[node] and asked > max(60.0, self.setup.deadline / 4)
             if due:
                 self.hello(node)
-        return found
 
     def flush(self) -> None:
         """Find the nodes that hold back answers.
@@ -279,7 +282,7 @@ class Roster:
 
     def wait(self, enough: Callable[[], bool], seconds: float = 0.0) -> bool:
         """Register sites until there are enough; return whether there were before the time (or the deadline) was over."""
-        end = time.monotonic() + (seconds or self.setup.deadline)
+        end, pace = time.monotonic() + (seconds or self.setup.deadline), Pace(slowest=SLOWEST_POLL)
         while not enough():
             if time.monotonic() > end:
                 return False
@@ -289,7 +292,8 @@ class Roster:
             for answer in self.mailbox.receive():
                 if answer.kind == HELLO:
                     self.register(answer)
-            time.sleep(POLL)
+                    pace.restart()
+            pace.sleep()
         return True
 
     def gather(self) -> None:

@@ -168,11 +168,14 @@ class Made:
     """Returns the rows of a part as model inputs."""
 
 
-def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
-    """Return the objects of a site."""
+def at_site(
+    experiment: Experiment, place: Place, agreement: Agreement, examples: Callable[[], SiteExamples] | None = None
+) -> Made:
+    """Return the objects of a site; `examples` returns its examples, if they were read before."""
     if not isinstance(experiment.problem, Labelled):
         return Made(assemble(experiment), lambda part: None)
-    return made_of(experiment, examples_at(experiment, place).encoded(agreement, place.file), agreement)
+    own = examples_at(experiment, place) if examples is None else examples()
+    return made_of(experiment, own.encoded(agreement, place.file), agreement)
 
 
 def made_of(experiment: Experiment, own: Prepared, agreement: Agreement) -> Made:

@@ -120,7 +120,9 @@ def test_a_worker_reads_its_table_and_builds_its_objects_once(tmp_path: Path, mo
     """However many questions and rounds there are."""
     read, built = [], []
     real_read, real_built = site_module.load_examples, site_module.labelled
-    monkeypatch.setattr(site_module, "load_examples", lambda spec, *more: read.append(spec.file) or real_read(spec, *more))
+    monkeypatch.setattr(
+        site_module, "load_examples", lambda spec, *more: read.append(spec.file) or real_read(spec, *more)
+    )
     monkeypatch.setattr(site_module, "labelled", lambda *args: built.append(args[0]) or real_built(*args))
     files = hospitals(tmp_path)
     experiment = study("auroc", FMGDA, target="died", validation=0.2, test=0.3)

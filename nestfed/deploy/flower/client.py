@@ -53,7 +53,7 @@ from nestfed.queries import PARTS, TRAINING, Arrays, Question, Rows, answered
 from nestfed.queries.agreement import Agreement
 
 if TYPE_CHECKING:
-    from nestfed.experiment.site import Made, OwnRows, Table
+    from nestfed.experiment.site import Made, OwnRows, SiteExamples, Table
 
 LOG = logging.getLogger(__name__)
 AGREED = "plan.safetensors"
@@ -127,18 +127,17 @@ class _Site:
         file = self.node.place.file
         return self.kept.get("table", self._table, lambda: own_table(self.study, file)) if file else None
 
-    def raw_rows(self, final: bool = False) -> dict[str, Rows]:
-        """Return the site's rows by part, before the sites have agreed on an encoding.
-
-        - `final`: in the division of a study's last trainings.
-        """
+    def _examples(self, final: bool = False) -> SiteExamples:
+        """Return the site's examples, in the division of a study's last trainings if `final`."""
         from nestfed.experiment.site import examples_at
 
-        if not isinstance(self.study.problem, Labelled):
-            return {}
         made = self.study.with_overrides(FINAL) if final else self.study
-        read = lambda: examples_at(made, self.node.place, self._read()).rows()  # noqa: E731
-        return self.kept.get("rows", (*self._table, final), read)
+        key = (*self._table, final)
+        return self.kept.get("examples", key, lambda: examples_at(made, self.node.place, self._read()))
+
+    def raw_rows(self, final: bool = False) -> dict[str, Rows]:
+        """Return the site's rows by part, before the sites have agreed on an encoding."""
+        return self._examples(final).rows() if isinstance(self.study.problem, Labelled) else {}
 
     def inputs(self, agreement: Agreement, folder: Path) -> OwnRows:
         """Return the rows of a study as model inputs, for an agreement whose file is in a folder."""
@@ -155,7 +154,9 @@ class _Site:
             return Made(self.study.make(), lambda part: None)
         key = (*self._table, stamp_of_file(folder / AGREED), training)
         if training is None:
-            return self.kept.get("objects", key, lambda: at_site(self.study, self.node.place, agreement))
+            return self.kept.get(
+                "objects", key, lambda: at_site(self.study, self.node.place, agreement, self._examples)
+            )
         rows, experiment = self.inputs(agreement, folder), training.experiment(self.study)
         own = rows.last if training.final else rows.trial
         return self.kept.get("objects", key, lambda: made_of(experiment, own, agreement))

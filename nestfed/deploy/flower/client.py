@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from nestfed.experiment.site import Made, OwnRows, SiteExamples, Table
 
 LOG = logging.getLogger(__name__)
+RELEASED = "model"
+"""The folder with the study's model, in a site's state folder."""
 AGREED = "plan.safetensors"
 """The file with what the sites have agreed on."""
 
@@ -236,12 +238,25 @@ def _hello(site: _Site) -> bytes:
 
 
 def _answer(site: _Site) -> bytes:
-    """Answer the questions of a message, and train if it is an order to."""
+    """Answer the questions of a message, train if it is an order to, or keep the released model."""
+    if "release" in site.words:
+        return _keep(site)
     asked = questions_of(site.words["questions"], site.arrays)
     if "round" in site.words:
         return _work(site, asked)
     answers = _answers(site, asked, _rows(site), site.arrays.get(PARAMETERS))
     return site.reply(answers[1], answered=answers[0])
+
+
+def _keep(site: _Site) -> bytes:
+    """Keep the model that the study has released, in the site's state folder."""
+    from nestfed.deploy.flower.released import receive
+
+    place = site.node.state / RELEASED
+    digest = receive(place, str(site.words["release"]), site.arrays)
+    site.audit.add("model received", folder=place.name, sha256=digest)
+    LOG.info("the study's model is in %s: nestfed predict %s new.csv", place, place)
+    return site.reply({})
 
 
 def _rows(site: _Site) -> Mapping[str, Rows]:

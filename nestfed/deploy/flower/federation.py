@@ -166,7 +166,7 @@ class Flower:
         uploads = InOrder(fold, order.asked, self.roster.setup.out)
         job = Round(self, order, gate, uploads, reply, broadcast(self.exchange.encoding, shared))
         if order.asked or order.questions:
-            self._fetch(job, min(self.roster.setup.least, len(order.asked)) if order.asked else 1)
+            self.fetch(job, min(self.roster.setup.least, len(order.asked)) if order.asked else 1)
             if order.asked and not self._enough(job):
                 raise NestfedError(
                     f"Round {order.number} had too few answers {self.roster.setup.attempts} times; run again to resume after "
@@ -195,7 +195,7 @@ class Flower:
         self.asked += 1
         self.roster.poll(at_once=True)
         job = Asking(self, tuple(questions), f"question-{self.asked}", sorted(self.roster.nodes()), final, x)
-        self._fetch(job, min(self.roster.setup.least, len(job.required)))
+        self.fetch(job, min(self.roster.setup.least, len(job.required)))
         self._count_bytes(0)
         asked, done = [one.key for one in questions], sorted(map(self.roster.called, job.answers))
         self.roster.audit.add("questions asked", questions=asked, answered=done)
@@ -236,7 +236,7 @@ class Flower:
     def _enough(self, job: Job) -> bool:
         return job.count() >= min(self.roster.setup.least, len(job.required))
 
-    def _fetch(self, job: Job, least: int) -> None:
+    def fetch(self, job: Job, least: int) -> None:
         """Ask, again if there are fewer than `least` answers, as often as the setup allows."""
         setup, roster = self.roster.setup, self.roster
         for attempt in range(setup.attempts):

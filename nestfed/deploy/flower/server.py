@@ -19,6 +19,7 @@ from nestfed.deploy import certificates
 from nestfed.deploy.flower.federation import Flower
 from nestfed.deploy.flower.log import shown_by_flower
 from nestfed.deploy.flower.messages import Custom, read_plan, study_of, write_plan
+from nestfed.deploy.flower.released import release
 from nestfed.deploy.flower.roster import Roster
 from nestfed.deploy.flower.setup import Setup
 from nestfed.deploy.flower.study import Deployed
@@ -29,7 +30,9 @@ from nestfed.problems.objective import Labelled
 from nestfed.queries import TRAINING, VALIDATION
 from nestfed.queries import agreement as agree
 from nestfed.queries.agreement import Agreement
-from nestfed.study.conduct import conduct
+from nestfed.study import findings
+from nestfed.study import release as written
+from nestfed.study.outcome import find_out
 
 PREDECESSOR = 60.0
 """Seconds to wait for the directory's lock. The ServerApp of a killed SuperLink needs about ten to end."""
@@ -72,8 +75,7 @@ class Coordinator:
         flower = Flower(self.roster, study.exchange)
         flower.agreed(*self.plan(flower))
         if flower.several:
-            conduct(study, Deployed(flower, study, out / "trainings"), partial(self.roster.log, level=INFO))
-            last: Mapping[str, Any] = {}
+            last: Mapping[str, Any] = self._conduct(flower)
         else:
             done = train(flower, study, out)
             model = out / "model.safetensors"
@@ -82,6 +84,19 @@ class Coordinator:
             self.roster.audit.add("model released", file=model.name, sha256=digest)
             last = done.history[-1]
         write_atomically(out / "finished.json", json.dumps(last).encode())
+
+    def _conduct(self, flower: Flower) -> dict[str, Any]:
+        """Conduct a study, write what it leaves, and send the model to the sites."""
+        study, out, roster = self.study, self.setup.out, self.roster
+        sites = Deployed(flower, study, written.trainings(out, study))
+        outcome = find_out(study, sites, partial(roster.log, level=INFO))
+        written.keep_file(study, out)
+        # The directory belongs to this study, so a model in it is that of an attempt that was cut off.
+        model, _ = written.write(outcome, out, {"deployed over": f"{len(sites.names)} sites"}, force=True)
+        roster.audit.add("model released", file="model", sha256=model.digest)
+        there = release(flower, model, findings.tables(outcome))
+        roster.log(f"{findings.headline(outcome)} The model is at {', '.join(there) or 'no site'}.", INFO)
+        return {"model": model.digest, "sites": there}
 
     # -- before the first round
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from nestfed.core import unknown
+from nestfed.core import NestfedError, unknown
 
 BATCH = 32
 STEPS = (4, 50)
@@ -70,6 +70,11 @@ def proposed(
         raise unknown("objective", objective, OBJECTIVES)
     training = 0.75 * 0.75 * median(rows)
     binary = len(classes) == 2
+    if not binary and objective not in ("auto", "accuracy"):
+        raise NestfedError(
+            f"{objective} is for two classes, but {target!r} has {len(classes)} ({', '.join(classes)}): use the objective "
+            "accuracy or auto."
+        )
     if not binary or objective == "accuracy":
         methods = {"fedavg": BASELINES["fedavg"]}
     else:

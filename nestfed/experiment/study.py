@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
 
 CALIBRATIONS, RELEASES = ("common", "sites"), ("best", "first")
+PROTECTED = "sites"
+"""What study.protect may name."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,19 @@ class StudySpec:
     """The model's thresholds: "sensitivity 0.9", "specificity 0.95", "alerts 0.1" or balanced; the first decides."""
     calibration: str = "common"
     """The released model's probabilities: common, or with every site's own recalibration (sites), shrunk to the common one."""
+    protect: tuple[str, ...] = ()
+    """What to protect from being served worst: sites. Their worst value decides the steps of the methods for it, and is reported."""
     release: str = "best"
     """best: the method whose gain on validation rows is significant, otherwise the plain one; first: the first method."""
 
     def __post_init__(self) -> None:
         one_of("study.calibration", self.calibration, CALIBRATIONS)
         one_of("study.release", self.release, RELEASES)
+        if others := [name for name in self.protect if name != PROTECTED]:
+            raise NestfedError(
+                f"study.protect can only protect {PROTECTED!r}, not {others[0]!r}: name a column in study.subgroups to see the "
+                "metrics of its values."
+            )
         if not self.thresholds:
             raise NestfedError("study.thresholds needs at least one threshold, such as 'balanced'.")
 

@@ -81,7 +81,7 @@ def asking(sites: Sites, *, final: bool = True) -> Ask:
 
 
 def choosing(study: Experiment) -> Metric:
-    """Return the metric that decides everything that is chosen on validation rows."""
+    """Return the metric that decides what is chosen on validation rows, in a study or among the trials of one method."""
     return find(study.evaluation.metric)
 
 
@@ -176,7 +176,7 @@ def exact_regression(sites: Sites) -> Exact:
 
 def _tuned(study: Experiment, sites: Sites, name: str, start: Way | None, tell: Callable[[str], None]) -> Way:
     """Try the settings of a method's grid, choose on validation rows, and train on training and validation rows."""
-    grid, metric = study.grid(name), choosing(study)
+    grid, metric = study.grid(name), choosing(study.for_method(name))
     steps = [f"algorithm.{step}" for step in study.for_method(name).steps() if f"algorithm.{step}" in grid]
     tried: list[tuple[dict[str, float], Trained | None, choice.Option]] = []
     todo = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from nestfed.core import unknown
+from nestfed.study.protect import protected_methods
 
 BATCH = 32
 STEPS = (4, 50)
@@ -73,6 +74,9 @@ def proposed(
     else:
         wanted = PROPOSED if objective == "auto" else {objective: PROPOSED[objective]}
         methods = {**wanted, **BASELINES}
+    metric = METRIC[objective] if binary else "accuracy"
+    if (study or {}).get("protect"):
+        methods = {**methods, **protected_methods([round(0.75 * 0.75 * n) for n in rows], metric, GRID)}
     first = next(iter(methods.values()))
     least, most = STEPS
     tables: Tables = {
@@ -81,7 +85,7 @@ def proposed(
         "problem": dict(first["problem"]),
         "run": {"rounds": rounds or ROUNDS, "q": q or min(max(round(training / BATCH), least), most), "seed": seed},
         "evaluation": {
-            "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": METRIC[objective] if binary else "accuracy",
+            "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": metric,
         },
         "study": dict(study or {}),
         "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},

@@ -41,7 +41,7 @@ class StudySpec:
     calibration: str = "common"
     """The released model's probabilities: common, or with every site's own recalibration (sites), shrunk to the common one."""
     protect: tuple[str, ...] = ()
-    """What to protect from being served worst: sites. Their worst value decides the steps of the methods for it, and is reported."""
+    """What to protect from being served worst: sites. A model that protects them is released if it is better at the worst site."""
     release: str = "best"
     """best: the method whose gain on validation rows is significant, otherwise the plain one; first: the first method."""
 

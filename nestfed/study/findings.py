@@ -109,7 +109,7 @@ def _trials(ways: Sequence[Way], metric: str, *, protected: bool) -> Table:
         rows.append([way.name, ended, way.rounds, megabytes, values])
     note = f"Every method has the same trials. Values are {LABELS.get(metric, metric)} on validation rows; of logistic regression, the log-loss."
     if protected:
-        note += " Values of methods that protect sites are those of the worst site."
+        note += " Methods that protect sites have the log-loss of the worst site."
     return Table("Tuning", ["method", "chosen", "rounds", "sent by the chosen trial", "trials"], rows, note)
 
 

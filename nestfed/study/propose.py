@@ -76,7 +76,7 @@ def proposed(
         methods = {**wanted, **BASELINES}
     metric = METRIC[objective] if binary else "accuracy"
     if (study or {}).get("protect"):
-        methods = {**methods, **protected_methods([round(0.75 * 0.75 * n) for n in rows], metric, GRID)}
+        methods = {**methods, **protected_methods([round(0.75 * 0.75 * n) for n in rows], GRID)}
     first = next(iter(methods.values()))
     least, most = STEPS
     tables: Tables = {

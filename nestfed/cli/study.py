@@ -41,12 +41,43 @@ Hidden = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the split, the initial model and the batches.")]
 
 
+Subgroup = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--subgroup", help="A column by whose values to judge the model too; repeat for several.", show_default="none"
+    ),
+]
+Threshold = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--threshold",
+        help="The rule of a threshold: 'sensitivity 0.9', 'specificity 0.95', 'alerts 0.1' or balanced; repeat for several.",
+        show_default="balanced",
+    ),
+]
+
+
 def train_command(
-    files: Files,
-    target: Target,
-    objective: Objective = "auroc",
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="One table per site (.csv, .csv.gz or .parquet), or the file of a study (.toml)."),
+    ],
+    target: Annotated[
+        str, typer.Option("--target", help="The column to predict.", show_default="that of the study's file")
+    ] = "",
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective", help="auto (the best on validation rows), auroc, auprc, pairwise, partial-auroc or accuracy."
+        ),
+    ] = "auto",
     group: Group = "",
     drop: Drop = None,
+    subgroup: Subgroup = None,
+    threshold: Threshold = None,
+    calibration: Annotated[
+        str, typer.Option("--calibration", help="common, or sites: every site's own, shrunk towards the common one.")
+    ] = "common",
     split_by: SplitBy = "",
     test_from: TestFrom = "",
     categorical: Categorical = None,
@@ -56,42 +87,69 @@ def train_command(
     decimal: Decimal = "",
     encoding: Encoding = "",
     positive: Positive = "",
-    rounds: Rounds = 50,
-    q: Q = 10,
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="The most communication rounds.", show_default="by validation, up to 100")
+    ] = 0,
+    q: Annotated[int, typer.Option("--q", help="Local steps per round.", show_default="by the size of the tables")] = 0,
     hidden: Hidden = None,
     seed: Seed = 0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Output directory.", show_default="runs/train-TARGET")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model in the output directory.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model in the output directory, and train again.")
+    ] = False,
 ) -> None:
-    """Train a model across sites, compare it with FedAvg and local training, and write a report."""
+    """Train a model across sites, compare it with the plain ways, and write the model and a report. Run it again to resume."""
+    from nestfed.core import NestfedError
     from nestfed.data.faults import COMMAND_LINE
-    from nestfed.study import export
-    from nestfed.study.tables import read_sites
-    from nestfed.study.train import train
+    from nestfed.experiment.spec import read
+    from nestfed.study import findings, release
+    from nestfed.study.start import Started, from_file, from_files, train
 
-    schema = table_schema(categorical, missing, date, sep, decimal, encoding)
-    place = out or Path("runs") / f"train-{target}"
-    export.claim(place, force=force)
-    with _warnings_in_one_line():
-        data = read_sites(
-            files, target, group=group, drop=drop or (), positive=positive, schema=schema, split_by=split_by,
-            test_from=test_from, entrance=COMMAND_LINE,
+    started: Started
+    if len(files) == 1 and files[0].suffix == ".toml":
+        if target:
+            raise NestfedError(
+                f"{files[0]} says what to predict and how: leave --target and other options out, or edit it."
+            )
+        study = read(files[0])
+        place = out or Path("runs") / f"train-{study.data.target}"
+        release.claim(place, force=force)
+        started = from_file(study)
+    else:
+        if not target:
+            raise NestfedError("Name the column to predict with --target, or give the file of a study (.toml).")
+        place = out or Path("runs") / f"train-{target}"
+        release.claim(place, force=force)
+        started = from_files(
+            files,
+            target,
+            objective,
+            positive=positive,
+            schema=table_schema(categorical, missing, date, sep, decimal, encoding),
+            data={
+                "group": group, "drop": tuple(drop or ()), "subgroups": tuple(subgroup or ()), "split_by": split_by,
+                "test_from": test_from,
+            },
+            study={"calibration": calibration} | ({"thresholds": list(threshold)} if threshold else {}),
+            hidden=hidden or (),
+            rounds=rounds,
+            q=q,
+            seed=seed,
+            entrance=COMMAND_LINE,
         )  # fmt: skip
-        note(data.notes)
-        if len(data.classes) == 2:
-            typer.echo(f"{len(data.sites)} sites; {target} = {data.classes[1]} is the positive class.")
-        outcome = train(
-            data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
-        )
-    written = export.write(outcome, place, files, force=force)
-    columns, rows = export.results(outcome)
+    note(started.notes)
+    classes = started.study.data.classes
+    if len(classes) == 2:
+        typer.echo(f"{len(started.tables)} sites; {started.study.data.target} = {classes[1]} is the positive class.")
+    outcome, _, written = train(started, place, force=force, tell=_tell)
+    shown = outcome.test.tables(outcome.metric)[0]
     typer.echo()
-    _table([columns, *([str(cell) for cell in row] for row in rows)])
-    typer.echo(f"\n{export.headline(outcome)}")
-    for hint in outcome.estimator.hints_:
-        typer.echo(hint)
+    _table([list(shown.columns), *([str(cell) for cell in row] for row in shown.rows)])
+    typer.echo(f"\n{findings.headline(outcome)}")
+    for sentence in outcome.conducted.notes:
+        typer.echo(sentence)
     typer.echo()
     for name, path in written.items():
         typer.echo(f"{name:<11} {path}")

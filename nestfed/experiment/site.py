@@ -23,7 +23,18 @@ from nestfed.data.schema import TableSchema
 from nestfed.data.sources import Dataset
 from nestfed.data.tables import as_datasets
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
-from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare, roles_of
+from nestfed.experiment.prepare import (
+    PATIENT,
+    DataSpec,
+    Held,
+    PartitionSpec,
+    Prepared,
+    as_table,
+    divide,
+    load_examples,
+    prepare,
+    roles_of,
+)
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL
 from nestfed.problems.objective import Labelled
@@ -79,7 +90,8 @@ def parts_of(prepared: Prepared) -> dict[str, Held]:
     """Return the examples of one site by part, without empty parts."""
     mine = prepared.parts[0]
     held = {TEST: prepared.test, VALIDATION: prepared.validation}
-    found = {TRAINING: Held(prepared.x[mine], prepared.y[mine])}
+    columns = {k: v[mine] for k, v in prepared.columns.items()}
+    found = {TRAINING: Held(prepared.x[mine], prepared.y[mine], columns=columns)}
     return found | {part: some for part, some in held.items() if some is not None and len(some.y)}
 
 
@@ -328,7 +340,7 @@ def inputs_at(
     trial, last = (
         divided(made, whole, test, site).encoded(agreement, place.file) for made in (study, study.with_overrides(FINAL))
     )
-    return OwnRows(site, network, agreement, trial, last).by_part(final)
+    return OwnRows(site, study.data, network, agreement, trial, last).by_part(final)
 
 
 @dataclass(frozen=True)
@@ -336,6 +348,7 @@ class OwnRows:
     """A site's rows as model inputs, in the division of a study's trials and in that of its last trainings."""
 
     site: str
+    data: DataSpec
     network: Network
     agreement: Agreement
     trial: Prepared
@@ -361,6 +374,8 @@ class OwnRows:
                 scores=partial(_scores, self.network, some),
                 scores_of=lambda x, inputs: self.network.scores(x, torch.from_numpy(inputs)),
                 site=self.site,
+                group=some.columns.get(self.data.group or PATIENT),
+                columns={name: some.columns[name].astype(str) for name in self.data.subgroups},
                 own=lambda some=some: self.network.scores(self.own_model, some.x),  # type: ignore[misc]
                 classes=self.agreement.classes,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from nestfed.core import NestfedError
 from nestfed.data import encoding
 from nestfed.data.clients import Totals
 from nestfed.data.encoding import NO_TABLE, Sums, TableEncoding, schema_from_json, schema_to_json
+from nestfed.data.schema import TableSchema
 from nestfed.queries import CLASSES, ROWS, SQUARES, TABLE, Answers, Question
 from nestfed.queries.tables import classes_of, sums_of
 
@@ -33,13 +34,16 @@ class Agreement:
     encoding: TableEncoding = NO_TABLE
     totals: Totals = Totals(0, 0, 0)
     """The rows of all sites that made the agreement."""
+    known: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """For every feature, the rows of all sites in which it is known."""
 
     def packed(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return the agreement as the words and arrays of a message."""
         words = {"clients": self.clients, "shape": self.shape, "classes": self.classes, "p": self.p}
         words |= {"totals": astuple(self.totals), "columns": schema_to_json(self.encoding.schema)}
-        scaling = self.encoding
-        return words, {"mean": scaling.mean, "deviation": scaling.deviation, "gaps": scaling.gaps.astype(np.uint8)}
+        scaling, known = self.encoding, np.asarray(self.known, np.int64)
+        numbers = {"mean": scaling.mean, "deviation": scaling.deviation, "gaps": scaling.gaps.astype(np.uint8)}
+        return words, numbers | {"known": known}
 
     @classmethod
     def unpacked(cls, words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Agreement:
@@ -50,7 +54,12 @@ class Agreement:
             raise ValueError("the numbers of columns and scales differ")
         totals = Totals(*map(int, words["totals"]))
         shape, classes = tuple(map(int, words["shape"])), tuple(map(str, words["classes"]))
-        return cls(int(words["clients"]), shape, classes, float(words["p"]), TableEncoding(schema, *numbers), totals)
+        made = TableEncoding(schema, *numbers)
+        return cls(int(words["clients"]), shape, classes, float(words["p"]), made, totals, np.array(arrays["known"]))
+
+    def read_by(self, table: TableSchema) -> Agreement:
+        """Return the agreement whose encoding can also read tables as they are in files."""
+        return replace(self, encoding=replace(self.encoding, table=table))
 
 
 @dataclass(frozen=True)
@@ -191,5 +200,7 @@ def _merged(told: Mapping[int, Told], rules: Rules, name: Callable[[int], str]) 
     if first.sums is None:
         return found
     table = len(first.shape) == 1
-    made = encoding.merge(_sums(told, name), mark_gaps=table, robust=rules.robust)
-    return replace(found, encoding=made, shape=(len(made.inputs),) if table else first.shape)
+    sums = _sums(told, name)
+    made = encoding.merge(sums, mark_gaps=table, robust=rules.robust)
+    known = np.sum([one.aligned(made.schema, site)[0] for site, one in sums.items()], axis=0).astype(np.int64)
+    return replace(found, encoding=made, shape=(len(made.inputs),) if table else first.shape, known=known)

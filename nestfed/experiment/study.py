@@ -48,7 +48,7 @@ class StudySpec:
         one_of("study.release", self.release, RELEASES)
         if others := [name for name in self.protect if name != PROTECTED]:
             raise NestfedError(
-                f"study.protect can only protect {PROTECTED!r}, not {others[0]!r}: name a column in study.subgroups to see the "
+                f"study.protect can only protect {PROTECTED!r}, not {others[0]!r}: name a column in data.subgroups to see the "
                 "metrics of its values."
             )
         if not self.thresholds:

@@ -77,7 +77,8 @@ def proposed(
         wanted = PROPOSED if objective == "auto" else {objective: PROPOSED[objective]}
         methods = {**wanted, **BASELINES}
     metric = METRIC[objective] if binary else "accuracy"
-    if (study or {}).get("protect"):
+    protect = bool((study or {}).get("protect"))
+    if protect:
         methods = {**methods, **protected_methods([round(0.75 * 0.75 * n) for n in rows], GRID)}
     first = next(iter(methods.values()))
     least, most = STEPS
@@ -89,7 +90,7 @@ def proposed(
         "evaluation": {
             "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": metric,
         },
-        "study": {"release": "best" if objective == "auto" else "first", **(study or {})},
+        "study": {"release": "best" if objective == "auto" or protect else "first", **(study or {})},
         "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},
     }  # fmt: skip
     if schema:

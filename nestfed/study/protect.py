@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from nestfed.algorithms import METHODS
@@ -24,16 +23,12 @@ from nestfed.queries import Ask
 from nestfed.report.page import Figure, Line, Table
 from nestfed.study.conduct import Way, choosing
 from nestfed.study.counts import Candidate
+from nestfed.study.fair import SHRINKAGE, large_batch
 from nestfed.study.judge import judge
 from nestfed.study.metric_table import ALL, SITE, MetricTable, signed, text
 
 STRENGTHS = (1.0, 0.3, 0.1)
 """τ of KL-DRO, from weak to strong: sites whose losses differ by τ differ in weight by a factor of e."""
-SHRINKAGE = 50
-"""k: a site of 50 rows counts half with its own loss, half with the mean over sites. It is about the ratio of the variance
-of one row's cross-entropy, 0.4, to that of the sites' true means, 0.1²."""
-MOST = 512
-"""The most rows on which a site finds its loss in a round."""
 
 
 def protected_methods(rows: Sequence[int], grid: Sequence[float]) -> dict[str, dict[str, Any]]:
@@ -42,7 +37,7 @@ def protected_methods(rows: Sequence[int], grid: Sequence[float]) -> dict[str, d
     - `rows`: the number of training rows of each site.
     - `grid`: the step sizes.
     """
-    large = min(MOST, max(1, round(median(rows))))
+    large = large_batch(rows)
     return {
         f"kl-dro-{tau:g}": {
             "problem": {"name": "classify", "initial_batch": large},

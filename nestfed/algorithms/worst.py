@@ -20,9 +20,6 @@ from nestfed.core import Algorithm, Batch, Differentiable, Schedule, at, at_leas
 from nestfed.problems.agnostic import MOHRI_2019
 from nestfed.problems.base import Simplex
 
-FAMILY = "worst client"
-"""What `nestfed list` calls these methods."""
-
 
 class Weighted(NamedTuple):
     """The weighted point, the client's own path from the broadcast, its weight and loss; what the server says of losses."""
@@ -61,7 +58,7 @@ class _OverClients(Algorithm[Differentiable, Weighted]):
     private = ("reached",)
     gathered: ClassVar[Mapping[str, str]] = {"loss": "level"}
     weighs = True
-    family = FAMILY
+    family = "worst client"
 
     def __post_init__(self) -> None:
         positive(self, "eta")

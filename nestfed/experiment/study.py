@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nestfed.core import NestfedError, one_of
+from nestfed.core import METHODS, NestfedError, one_of
 
 if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
 
 CALIBRATIONS, RELEASES = ("common", "sites"), ("best", "first")
+FAMILY, AGNOSTIC = "worst client", "agnostic"
+"""The family of methods, and the problem, whose objective is that of the worst clients."""
 PROTECTED = "sites"
 """What study.protect may name."""
 
@@ -100,6 +102,12 @@ class Training:
             return cls(str(found["method"]), settings, bool(found["final"]), int(found["rounds"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise NestfedError("The message does not describe a training of the study.") from error
+
+
+def protects(study: Experiment, name: str) -> bool:
+    """Return whether a method of a study minimises the losses of the sites that it serves worst."""
+    made = study.for_method(name)
+    return METHODS[made.algorithm.name].family == FAMILY or made.problem.name == AGNOSTIC
 
 
 def reject_unfit(study: Experiment) -> None:

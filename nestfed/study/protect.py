@@ -13,12 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nestfed.algorithms import METHODS
-from nestfed.algorithms.worst import FAMILY
 from nestfed.core import Metric
 from nestfed.experiment.spec import Experiment
+from nestfed.experiment.study import protects
 from nestfed.metrics import find
-from nestfed.problems.agnostic import AgnosticOptions
 from nestfed.queries import Ask
 from nestfed.report.page import Figure, Line, Table
 from nestfed.study.conduct import Way, choosing
@@ -27,6 +25,8 @@ from nestfed.study.fair import SHRINKAGE, large_batch
 from nestfed.study.judge import judge
 from nestfed.study.metric_table import ALL, SITE, MetricTable, signed, text
 
+LEAST = 1e-3
+"""The least gain for which a protected model is released, as a share of the range of its metric: smaller ones round to 0."""
 STRENGTHS = (1.0, 0.3, 0.1)
 """τ of KL-DRO, from weak to strong: sites whose losses differ by τ differ in weight by a factor of e."""
 
@@ -35,7 +35,7 @@ def protected_methods(rows: Sequence[int], grid: Sequence[float]) -> dict[str, d
     """Return the tables of the methods that protect the worst site.
 
     - `rows`: the number of training rows of each site.
-    - `grid`: the step sizes.
+    - `grid`: the step sizes for τ = 1; the curvature of τ log mean exp(f_n/τ) grows as 1/τ, so steps shrink with τ.
     """
     large = large_batch(rows)
     return {
@@ -43,16 +43,10 @@ def protected_methods(rows: Sequence[int], grid: Sequence[float]) -> dict[str, d
             "problem": {"name": "classify", "initial_batch": large},
             "algorithm": {"name": "kl-dro", "tau": tau, "k": SHRINKAGE},
             "evaluation": {"metric": "worst_log_loss"},
-            "tune": {"eta": list(grid)},
+            "tune": {"eta": [tau * eta for eta in grid]},
         }
         for tau in STRENGTHS
     }
-
-
-def is_protected(study: Experiment, name: str) -> bool:
-    """Return whether a method of the study minimises the losses of the worst sites."""
-    made = study.for_method(name)
-    return METHODS[made.algorithm.name].family == FAMILY or isinstance(made.problem, AgnosticOptions)
 
 
 def safest(study: Experiment, ways: Sequence[Way], plain: Way, validation: MetricTable) -> tuple[Way | None, str]:
@@ -61,19 +55,18 @@ def safest(study: Experiment, ways: Sequence[Way], plain: Way, validation: Metri
     - `validation`: the models of the trials on validation rows, compared with the plain one.
 
     It must be better than the plain model at the plain model's worst site, beyond the interval of the difference, and its
-    own worst site must be better too.
+    own worst site must be better too, by more than `LEAST`.
     """
     metric = choosing(study)
     group, worst = validation.worst(plain.name, metric.name)
     site = group.removeprefix(f"{SITE} = ")
-    better = [
-        way
-        for way in ways
-        if way.name in study.methods
-        and is_protected(study, way.name)
-        and validation.entry(way.name, metric.name, group).better(metric.name)
-        and metric.better(_worst(validation, way.name, metric), worst.value.value)
-    ]
+
+    def is_better(way: Way) -> bool:
+        entry = validation.entry(way.name, metric.name, group)
+        gain = metric.signed(_worst(validation, way.name, metric)) - metric.signed(worst.value.value)
+        return bool(entry.better(metric.name)) and gain > LEAST
+
+    better = [way for way in ways if way.name in study.methods and protects(study, way.name) and is_better(way)]
     if not better:
         return None, (
             f"No protected model is better than {plain.name} at its worst site, {site}, with 95 % confidence on the "
@@ -120,7 +113,7 @@ class Protection:
         - `validation`: the models of the trials on validation rows, for the choice of the protected one.
         """
         metric = choosing(study)
-        protected = [name for name in models if name in study.methods and is_protected(study, name)]
+        protected = [name for name in models if name in study.methods and protects(study, name)]
         best = max(protected, key=lambda name: metric.signed(_worst(validation, name, metric)), default="")
         adapted = f"{plain}, calibrated by site" if own is not None else ""
         judged = {**models, **({adapted: own} if own is not None else {})}

@@ -13,6 +13,8 @@ from sklearn.base import clone
 from nestfed import Fair, FederatedAUC, FederatedAUPRC, FederatedClassifier, NestfedError
 from nestfed.metrics import auroc
 
+# Sites that differ as much as these drift apart, which an estimator says.
+pytestmark = pytest.mark.filterwarnings("ignore::nestfed.study.advice.NestfedWarning")
 RATES, ROWS = np.array([0.1, 0.2, 0.7]), 100
 
 
@@ -31,6 +33,7 @@ def weights(fair: Fair, s: float) -> np.ndarray:
     return softmax(f / fair.settings["tau"]) if fair.way == "kl-dro" else f ** fair.settings["p"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fair", [Fair("kl-dro", 0.1, k=0), Fair("kl-dro", 0.1), Fair("q-ffl", 3.0, k=0), Fair("q-ffl", 3.0)]
 )
@@ -58,9 +61,11 @@ def crossed_sites(seed: int = 0) -> tuple[dict[str, tuple[np.ndarray, np.ndarray
 
 
 @pytest.mark.parametrize("kind", [FederatedAUC, FederatedAUPRC, FederatedClassifier])
-@pytest.mark.parametrize("fair", ["kl-dro", "agnostic", Fair("cvar", 0.2), "q-ffl", Fair("kl-dro", alone=20)])
+@pytest.mark.parametrize(
+    "fair", ["kl-dro", "agnostic", Fair("cvar", 0.2), Fair("q-ffl", 5.0), Fair("kl-dro", alone=20)]
+)
 def test_the_site_with_the_opposite_mark_is_better_off(kind: Any, fair: Any) -> None:
-    if kind is FederatedAUPRC and fair == "q-ffl":
+    if kind is FederatedAUPRC and fair == Fair("q-ffl", 5.0):
         pytest.skip("rejected, see below")
     sites, (x, y) = crossed_sites()
     quick = {"rounds": 40, "q": 4}

@@ -12,7 +12,7 @@ import numpy as np
 from nestfed.core import NestfedError
 from nestfed.data import encoding
 from nestfed.data.clients import Totals
-from nestfed.data.encoding import NO_TABLE, Sums, TableEncoding, schema_from_json, schema_to_json
+from nestfed.data.encoding import NO_TABLE, Sums, TableEncoding, kinds_of, schema_from_json, schema_to_json
 from nestfed.data.schema import TableSchema
 from nestfed.queries import CLASSES, ROWS, SQUARES, TABLE, Answers, Question
 from nestfed.queries.tables import classes_of, sums_of
@@ -109,6 +109,8 @@ class Rules:
     """Combine statistics by medians over the sites, so that one bad site cannot move them far."""
     least: int = 1
     """The sites that are needed."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """The names of sites that cannot take part already, with the reasons."""
 
 
 def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callable[[int, str], None]) -> Agreement:
@@ -131,10 +133,8 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
     while True:
         there = {n: told[n] for n in sorted(told) if n not in out}
         if len(there) < rules.least:
-            reasons = "".join(f" Site {name(n)}: {why}" for n, why in out.items())
-            raise NestfedError(
-                f"Only {len(there)} of {rules.clients} sites can take part, {rules.least} are needed.{reasons}"
-            )
+            reasons = {**rules.lost, **{name(n): why for n, why in out.items()}}
+            raise too_few(len(there), rules.clients, rules.least, reasons)
         found = _merged(there, rules, name)
         if not found.encoding.schema:
             return found
@@ -150,6 +150,14 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
         sums = _sums(there, name)
         made = encoding.finish(found.encoding, [squares[n] for n in there], sums, robust=rules.robust)
         return replace(found, encoding=made)
+
+
+def too_few(there: int, sites: int, least: int, reasons: Mapping[str, str]) -> NestfedError:
+    """Return the error that lists why each of the missing sites cannot take part."""
+    each = "".join(f" Site {name}: {sentence}" for name, sentence in sorted(reasons.items()))
+    return NestfedError(
+        f"Only {there} of {sites} sites can take part, {least} are needed. Repair them, restart them and run again.{each}"
+    )
 
 
 def _outvoted(told: Mapping[int, Told], name: Callable[[int], str]) -> dict[int, list[str]]:
@@ -168,16 +176,25 @@ def _outvoted(told: Mapping[int, Told], name: Callable[[int], str]) -> dict[int,
         hint = "list the classes in data.classes of the experiment."
         different = {n: one for n, one in told.items() if one.kind != usual}
         found = {n: [f"it has {one}, but most sites have {example}; {hint}"] for n, one in different.items()}
-    columns = {n: {c.name for c in one.sums.schema} for n, one in told.items() if n not in found and one.sums}
-    for column in sorted(set().union(*columns.values())):
-        holders = {n for n, names in columns.items() if column in names}
-        if 2 * len(holders) > len(columns):
-            for n in columns.keys() - holders:
+    tables = {n: kinds_of(one.sums) for n, one in told.items() if n not in found and one.sums}
+    for column in sorted(set().union(*tables.values())):
+        holders = {n for n, kinds in tables.items() if column in kinds}
+        if 2 * len(holders) > len(tables):
+            for n in tables.keys() - holders:
                 found.setdefault(n, []).append(f"It has no column {column!r}, which most sites have.")
-        elif 2 * len(holders) < len(columns):
+        elif 2 * len(holders) < len(tables):
             for n in holders:
                 found.setdefault(n, []).append(f"It has a column {column!r}, which most sites lack.")
+        for n, kind, common in _of_other_kind({n: tables[n][column] for n in sorted(holders)}):
+            found.setdefault(n, []).append(f"Its column {column!r} holds {kind}, but {common} at most sites.")
     return found
+
+
+def _of_other_kind(kinds: Mapping[int, str]) -> list[tuple[int, str, str]]:
+    """Return the sites whose column holds another kind of values than more than half of the sites', with both kinds."""
+    filled = {n: kind for n, kind in kinds.items() if kind}
+    common, most = Counter(filled.values()).most_common(1)[0] if filled else ("", 0)
+    return [(n, kind, common) for n, kind in filled.items() if kind != common and 2 * most > len(filled)]
 
 
 def _sums(told: Mapping[int, Told], name: Callable[[int], str]) -> dict[str, Sums]:

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from nestfed.problems.partial import PairedPartialAUROC, PartialAUROC
     from nestfed.report.callbacks import MLflow, TensorBoard, WandB
     from nestfed.study import (
+        Fair,
         FederatedAUC,
         FederatedAUPRC,
         FederatedClassifier,
@@ -198,6 +199,7 @@ _NAMES = {
         "PartialAUROC",
     ),
     "nestfed.study": (
+        "Fair",
         "FederatedAUC",
         "FederatedAUPRC",
         "FederatedClassifier",
@@ -250,6 +252,7 @@ __all__ = [
     "Examples",
     "Exchange",
     "Execution",
+    "Fair",
     "FeDXL1",
     "FeDXL2",
     "FedAMS",

@@ -368,9 +368,11 @@ class Batch:
     key: Tensor = field(default_factory=lambda: _whole_tensor(0))
     """The seed of this batch's random numbers, such as dropout masks: a whole number of its own for every (client, t)."""
     client: Tensor = field(default_factory=lambda: _whole_tensor(0))
-    """The client's number, 0 … N−1. Like `key` and `steps` it is a tensor, because clients may be vectorised."""
+    """The client's number, 0 … N−1. Like `key`, `steps` and `rows` it is a tensor, because clients may be vectorised."""
     steps: Tensor = field(default_factory=lambda: _whole_tensor(1))
     """The number of local steps that this client takes in this round."""
+    rows: Tensor = field(default_factory=lambda: _whole_tensor(0))
+    """The number of this client's training rows; 0 if unknown (`Clients.examples`)."""
     tape: Tape = field(default_factory=Tape)
     """Counts the evaluations."""
     begins: bool = False
@@ -848,6 +850,8 @@ class Algorithm(ABC, Generic[P, S]):
     """Its contributions hold numbers of single rows, which a site with a rule for small cells does not send."""
     weighs: ClassVar[bool] = False
     """Clients weight their own moves, so uploads must be averaged with equal weights."""
+    counts_rows: ClassVar[bool] = False
+    """It needs the number of every client's rows (`Batch.rows`), so clients must count them."""
     nonnegative: ClassVar[tuple[str, ...]] = ()
     """Shared fields that cannot be negative, such as second moments. Noise or rounding may push a mean below 0; it becomes 0."""
     single: ClassVar[bool] = False

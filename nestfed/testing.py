@@ -467,7 +467,8 @@ class Trial:
         device = self.problem.x0.device
         key = batch_keys(Streams(self.seed), [n], Span(t, t + 1), device)[0, 0]
         client, steps = torch.tensor([n, self.steps(n, span)], device=device)
-        return Batch(self.clients.sample(n, t), key, client, steps, begins=t == span.start, eager=eager)
+        rows = torch.tensor(self.clients.examples(n))
+        return Batch(self.clients.sample(n, t), key, client, steps, rows, begins=t == span.start, eager=eager)
 
     def steps(self, n: int, span: Span) -> int:
         """Return the number of client n's steps in a round."""

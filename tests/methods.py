@@ -80,7 +80,9 @@ CASES: dict[str, Case] = {
     "fedxl1": Case({"eta": 0.05, "passive": 2}, "paired"),
     "fedxl2": Case({"eta": 0.05, "gamma": 0.7, "beta": 0.3, "passive": 2}, "precise", weights=("gamma", "beta")),
     "afl": Case({"eta": 0.05, "gamma": 0.02}, steps=("eta", "gamma"), homogeneous=True),
-    "kl-dro": Case({"eta": 0.05, "tau": 0.5, "gamma": 0.7}, steps=("eta", "tau"), weights=("gamma",), homogeneous=True),
+    "kl-dro": Case(
+        {"eta": 0.05, "tau": 0.5, "gamma": 0.7, "k": 3.0}, "counted", ("eta", "tau"), ("gamma",), homogeneous=True
+    ),
     "cvar-dro": Case({"eta": 0.05, "rho": 0.6}, steps=("eta", "eta_s"), weights=("rho",), homogeneous=True),
     "q-ffl": Case({"eta": 0.05, "p": 0.5}, homogeneous=True),
 }

@@ -80,6 +80,36 @@ def plain(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
     return Setting(problem, clients, start(dtype).double().numpy(), {"grad": grad, "loss": loss})
 
 
+def rows(N: int) -> list[int]:
+    """The rows that the clients of `counted` say they have."""
+    return [(2, 9, 4, 30)[n % 4] + n // 4 for n in range(N)]
+
+
+@dataclass(frozen=True)
+class Counting(Clients):
+    """Other clients, who count their rows."""
+
+    clients: Clients
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def sample(self, n: int, t: int) -> Data:
+        return self.clients.sample(n, t)
+
+    def seeded(self, seed: int) -> Counting:
+        return Counting(self.clients.seeded(seed))
+
+    def examples(self, n: int) -> int:
+        return rows(len(self))[n]
+
+
+def counted(N: int = 4, dtype: torch.dtype = torch.float64) -> Setting:
+    """The plain problem, with clients of different size."""
+    same = plain(N, dtype)
+    return same._replace(clients=Counting(same.clients))
+
+
 class Parted(nn.Module):
     """The same model in two parameters: a body of two numbers and a head of one."""
 
@@ -485,7 +515,20 @@ class Ranking:
 
 SETTINGS = {
     f.__name__: f
-    for f in (plain, parted, conditional, sampled, compositional, tasked, minimax, paired, precise, tilted, steep)
+    for f in (
+        plain,
+        counted,
+        parted,
+        conditional,
+        sampled,
+        compositional,
+        tasked,
+        minimax,
+        paired,
+        precise,
+        tilted,
+        steep,
+    )
 }
 
 

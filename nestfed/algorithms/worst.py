@@ -31,9 +31,9 @@ class Weighted(NamedTuple):
     reached: Tensor
     """What the client reached alone, and 1 if that is known."""
     loss: Tensor
-    """The contribution: f_n at the round's broadcast, and 1 if it is known."""
+    """The contribution: f_n at the round's broadcast, 1 if it is known, and with k > 0 its share rows_n/(rows_n + k)."""
     level: Tensor
-    """A row per client: the number that its weight follows from, and 1 from the first exchange on."""
+    """A row per client: the number that its weight follows from, 1 from the first exchange on, and with k > 0 f̄."""
     fresh: Tensor
 
 
@@ -44,10 +44,14 @@ class _OverClients(Algorithm[Differentiable, Weighted]):
     f_n is the loss at the broadcast on the batch of the round's first iteration, w_n fixed during the round. The losses
     at x0 are exchanged before round 1. With `alone`, every client first takes that many steps by itself, f_n* is its loss
     then, and f_n − f_n* stands for f_n from there on; a client without f_n* has the weight 1, and its loss does not count.
+
+    With `k`, weights follow from (rows_n f_n + k f̄)/(rows_n + k), f̄ the mean over clients, in place of f_n, so that a
+    client of few rows, whose loss is noisy, does not rule. A client knows f̄ of the last round. k → ∞ gives equal weights.
     """
 
     eta: Schedule
     alone: int = field(default=0, kw_only=True)
+    k: float = field(default=0.0, kw_only=True)
 
     accepts = Differentiable
     shared = ("x",)
@@ -59,6 +63,12 @@ class _OverClients(Algorithm[Differentiable, Weighted]):
     def __post_init__(self) -> None:
         positive(self, "eta")
         whole(f"{self.name}: alone", self.alone, 0)
+        at_least(self, 0, "k")
+
+    @property
+    def counts_rows(self) -> bool:  # type: ignore[override]  # only with k
+        """Whether clients must count their rows."""
+        return self.k > 0
 
     @abstractmethod
     def weigh(self, f: Tensor, level: Tensor, clients: int) -> Tensor:
@@ -73,8 +83,8 @@ class _OverClients(Algorithm[Differentiable, Weighted]):
 
     def init(self, problem: Differentiable, x0: Tensor) -> Weighted:
         """Start at x0."""
-        none = x0.new_zeros(2)
-        return Weighted(x0, x0, x0, x0.new_ones(()), none, none, none, x0.new_zeros(0))
+        none = x0.new_zeros(3 if self.k else 2)
+        return Weighted(x0, x0, x0, x0.new_ones(()), x0.new_zeros(2), none, none, x0.new_zeros(0))
 
     def receive(self, s: Weighted, t: int) -> Weighted:
         """Start from the broadcast."""
@@ -86,13 +96,14 @@ class _OverClients(Algorithm[Differentiable, Weighted]):
             f, _ = problem.value_and_grad(s.start, batch)
             best = problem.value_and_grad(s.y, batch)[0] if self.alone else torch.zeros_like(f)
             one = torch.ones_like(f)
-            return s._replace(reached=torch.stack([best, one]), loss=torch.stack([f - best, one]))
+            return s._replace(reached=torch.stack([best, one]), loss=self._contribution(f - best, one, batch))
         if t > self.alone and batch.begins:
             f, gradient = problem.value_and_grad(s.y, batch)
             f, known = f - s.reached[0], s.reached[1] if self.alone else torch.ones_like(f)
-            number, begun = s.level.index_select(0, batch.client[None])[0]
-            w = torch.where(known * begun > 0, self.weigh(f, number, len(s.level)), s.weight)
-            s = s._replace(weight=w, loss=known * torch.stack([f, known]))
+            number, begun, *mean = s.level.index_select(0, batch.client[None])[0]
+            shrunk = mean[0] + self._share(f, batch) * (f - mean[0]) if self.k else f
+            w = torch.where(known * begun > 0, self.weigh(shrunk, number, len(s.level)), s.weight)
+            s = s._replace(weight=w, loss=known * self._contribution(f, known, batch))
         else:
             gradient = problem.grad(s.y, batch)
         y = problem.project(s.y - at(self.eta, t) * gradient)
@@ -105,8 +116,18 @@ class _OverClients(Algorithm[Differentiable, Weighted]):
             return table
         who = torch.tensor(ns, device=rows.device)[known]
         level = table[:, 0] if bool(table[0, 1] > 0) else None
-        number = self.answer(rows[known, 0], who, level, len(table)).expand(len(table))
-        return torch.stack([number, torch.ones_like(number)], 1)
+        f, mean = rows[known, 0], rows[known, 0].mean()
+        shrunk = mean + rows[known, 2].clamp(0, 1) * (f - mean) if self.k else f
+        number = self.answer(shrunk, who, level, len(table)).expand(len(table))
+        return torch.stack([number, torch.ones_like(number), *[mean.expand(len(table))] * (self.k > 0)], 1)
+
+    def _share(self, f: Tensor, batch: Batch) -> Tensor:
+        """Return rows_n/(rows_n + k)."""
+        rows = batch.rows.to(f.dtype)
+        return rows / (rows + self.k)
+
+    def _contribution(self, f: Tensor, known: Tensor, batch: Batch) -> Tensor:
+        return torch.stack([f, known, *[self._share(f, batch)] * (self.k > 0)])
 
     def ends_round(self, t: int, q: int) -> bool:
         """Exchange the losses after t = alone; synchronise q iterations later, and so on."""

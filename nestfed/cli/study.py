@@ -78,6 +78,10 @@ def train_command(
     calibration: Annotated[
         str, typer.Option("--calibration", help="common, or sites: every site's own, shrunk towards the common one.")
     ] = "common",
+    protect: Annotated[
+        str,
+        typer.Option("--protect", help="sites: also train models that protect the worst site.", show_default="none"),
+    ] = "",
     split_by: SplitBy = "",
     test_from: TestFrom = "",
     categorical: Categorical = None,
@@ -132,7 +136,9 @@ def train_command(
                 "group": group, "drop": tuple(drop or ()), "subgroups": tuple(subgroup or ()), "split_by": split_by,
                 "test_from": test_from,
             },
-            study={"calibration": calibration} | ({"thresholds": list(threshold)} if threshold else {}),
+            study={"calibration": calibration}
+            | ({"thresholds": list(threshold)} if threshold else {})
+            | ({"protect": protect.split(",")} if protect else {}),
             hidden=hidden or (),
             rounds=rounds,
             q=q,

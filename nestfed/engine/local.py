@@ -185,7 +185,8 @@ class Local:
         steps = [self._pace(n, span) for n in ns]
         taken = Span(span.start, span.start + max(steps))
         batches = self.clients.draw(ns, range(*taken))
-        numbers = torch.tensor([list(ns), steps], device=self.device)
+        rows = [self.clients.examples(n) for n in ns]
+        numbers = torch.tensor([list(ns), steps, rows], device=self.device)
         who = Who(batch_keys(self.streams, ns, taken, self.device), *numbers)
         late = order.stale()[start:stop] if self.method.private else []
         stale = torch.tensor(late, device=self.device) if any(late) else None

@@ -39,11 +39,12 @@ def span_from(method: AnyAlgorithm, t: int, q: int) -> Span:
 
 
 class Who(NamedTuple):
-    """What a batch says of its client: `Batch.key` (before `at`: one for each iteration), `client` and `steps`."""
+    """What a batch says of its client: `Batch.key` (before `at`: one for each iteration), `client`, `steps` and `rows`."""
 
     key: Tensor
     client: Tensor
     steps: Tensor
+    rows: Tensor
 
     def at(self, i: int) -> Who:
         """Return these facts for the i-th iteration."""

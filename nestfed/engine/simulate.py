@@ -390,6 +390,11 @@ def _rules(problem: Problem, method: AnyAlgorithm, clients: Clients, exchange: E
     """Return the rules by which rounds are closed: weights and noise as the exchange says."""
     N = len(clients)
     total = None
+    if method.counts_rows and min(clients.examples(n) for n in range(N)) <= 0:
+        raise NestfedError(
+            f"{method.name} with k above 0 shrinks losses by the clients' rows, but these clients do not count them: define "
+            "`examples`, or set k = 0."
+        )
     if exchange.weights == "examples":
         counts = [clients.examples(n) for n in range(N)]
         if min(counts) <= 0:

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nestfed.core import NestfedError, one_of
+from nestfed.core import METHODS, NestfedError, one_of
 
 if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
 
 CALIBRATIONS, RELEASES = ("common", "sites"), ("best", "first")
+FAMILY, AGNOSTIC = "worst client", "agnostic"
+"""The family of methods, and the problem, whose objective is that of the worst clients."""
+PROTECTED = "sites"
+"""What study.protect may name."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,19 @@ class StudySpec:
     """The model's thresholds: "sensitivity 0.9", "specificity 0.95", "alerts 0.1" or balanced; the first decides."""
     calibration: str = "common"
     """The released model's probabilities: common, or with every site's own recalibration (sites), shrunk to the common one."""
+    protect: tuple[str, ...] = ()
+    """What to protect from being served worst: sites. A model that protects them is released if it is better at the worst site."""
     release: str = "best"
     """best: the method whose gain on validation rows is significant, otherwise the plain one; first: the first method."""
 
     def __post_init__(self) -> None:
         one_of("study.calibration", self.calibration, CALIBRATIONS)
         one_of("study.release", self.release, RELEASES)
+        if others := [name for name in self.protect if name != PROTECTED]:
+            raise NestfedError(
+                f"study.protect can only protect {PROTECTED!r}, not {others[0]!r}: name a column in data.subgroups to see the "
+                "metrics of its values."
+            )
         if not self.thresholds:
             raise NestfedError("study.thresholds needs at least one threshold, such as 'balanced'.")
 
@@ -91,6 +102,12 @@ class Training:
             return cls(str(found["method"]), settings, bool(found["final"]), int(found["rounds"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise NestfedError("The message does not describe a training of the study.") from error
+
+
+def protects(study: Experiment, name: str) -> bool:
+    """Return whether a method of a study minimises the losses of the sites that it serves worst."""
+    made = study.for_method(name)
+    return METHODS[made.algorithm.name].family == FAMILY or made.problem.name == AGNOSTIC
 
 
 def reject_unfit(study: Experiment) -> None:

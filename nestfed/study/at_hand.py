@@ -73,7 +73,7 @@ class AtHand:
         prepared = self.joined(training.final)
         seed, agreed = experiment.run.seed, self.agreement
         made = labelled(experiment, prepared, agreed.p, seed, agreed.totals)
-        metric = choosing(self.study)
+        metric = choosing(experiment)
 
         def judge(model: Callable[[Tensor], Tensor]) -> dict[str, float]:
             assert prepared.validation is not None

@@ -21,7 +21,7 @@ from nestfed.engine.round import Record
 from nestfed.experiment import choice
 from nestfed.experiment.site import Network
 from nestfed.experiment.spec import Experiment
-from nestfed.experiment.study import Training, reject_unfit
+from nestfed.experiment.study import Training, protects, reject_unfit
 from nestfed.metrics import find
 from nestfed.queries import TRAINING, Answers, Arrays, Ask, Query, Question
 from nestfed.queries.agreement import Agreement
@@ -82,7 +82,7 @@ def asking(sites: Sites, *, final: bool = True) -> Ask:
 
 
 def choosing(study: Experiment) -> Metric:
-    """Return the metric that decides everything that is chosen on validation rows."""
+    """Return the metric that decides what is chosen on validation rows, in a study or among the trials of one method."""
     return find(study.evaluation.metric)
 
 
@@ -180,12 +180,13 @@ def exact_regression(sites: Sites) -> Exact:
 
 def _tuned(study: Experiment, sites: Sites, name: str, start: Way | None, tell: Callable[[str], None]) -> Way:
     """Try the settings of a method's grid, choose on validation rows, and train on training and validation rows."""
-    grid, metric = study.grid(name), choosing(study)
+    grid, metric = study.grid(name), choosing(study.for_method(name))
     steps = [f"algorithm.{step}" for step in study.for_method(name).steps() if f"algorithm.{step}" in grid]
     tried: list[tuple[dict[str, float], Trained | None, choice.Option]] = []
     todo = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     tell(f"{name}: {len(todo)} trials, then training")
-    for _ in range(1 + EXTEND):
+    # With a step that is too large, the losses of the worst sites jump, and a jump may look best for one round.
+    for _ in range(1 if protects(study, name) else 1 + EXTEND):
         tried += [_tried(study, sites, name, settings, steps, metric, start) for settings in todo]
         at = choice.choose(metric, [option for _, _, option in tried])
         todo = _further(metric, steps, [(settings, option) for settings, _, option in tried])

@@ -28,7 +28,7 @@ def headline(outcome: Outcome) -> str:
     reference = outcome.test.reference
     if one.difference is not None and name != reference:
         found += f" Difference to {reference}: {signed(one.difference)}."
-    return found
+    return found if outcome.protection is None else f"{found} {outcome.protection.sentences()}"
 
 
 def tables(outcome: Outcome) -> list[Table]:
@@ -38,6 +38,8 @@ def tables(outcome: Outcome) -> list[Table]:
         found.append(_thresholds(outcome))
     if outcome.agreements is not None:
         found.append(_calibration(outcome))
+    if outcome.protection is not None:
+        found.append(outcome.protection.report())
     return found
 
 
@@ -52,7 +54,7 @@ def page(outcome: Outcome, facts: Mapping[str, str], digest: str = "") -> Page:
     tabled = [
         *tables(outcome),
         _choice(outcome),
-        _trials(outcome.ways, outcome.metric),
+        _trials(outcome.ways, outcome.metric, protected=outcome.protection is not None),
         _model(outcome),
         _rows(outcome),
     ]
@@ -96,7 +98,7 @@ def _choice(outcome: Outcome) -> Table:
     return Table("The choice, on validation rows", ["model", label, f"− {found.reference}", ""], rows, note)
 
 
-def _trials(ways: Sequence[Way], metric: str) -> Table:
+def _trials(ways: Sequence[Way], metric: str, *, protected: bool) -> Table:
     rows: list[list[Any]] = []
     for way in ways:
         sent = way.history[-1] if way.history else None
@@ -106,6 +108,8 @@ def _trials(ways: Sequence[Way], metric: str) -> Table:
         values = " · ".join(f"{name}: {'diverged' if math.isnan(v) else f'{v:.4f}'}" for name, v in way.trials.items())
         rows.append([way.name, ended, way.rounds, megabytes, values])
     note = f"Every method has the same trials. Values are {LABELS.get(metric, metric)} on validation rows; of logistic regression, the log-loss."
+    if protected:
+        note += " Methods that protect sites have the log-loss of the worst site."
     return Table("Tuning", ["method", "chosen", "rounds", "sent by the chosen trial", "trials"], rows, note)
 
 
@@ -174,9 +178,10 @@ def _rows(outcome: Outcome) -> Table:
 
 
 def _figures(outcome: Outcome) -> list[Figure]:
-    """Return ROC, precision and recall, calibration and net benefit of the released model."""
+    """Return ROC, precision and recall, calibration and net benefit of the released model, and what protection costs."""
+    protection = [] if outcome.protection is None else [outcome.protection.figure()]
     if len(outcome.conducted.agreement.classes) != 2:
-        return []
+        return protection
     name, tally = outcome.released.name, outcome.tally
     even = tally.scores.even
     fpr, tpr = even.roc_curve()
@@ -199,4 +204,5 @@ def _figures(outcome: Outcome) -> list[Figure]:
             unit=True,
         ),
         decision_curve(tally).figure(name),
+        *protection,
     ]  # fmt: skip

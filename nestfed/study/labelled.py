@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from nestfed import models
 from nestfed.algorithms import FedAvg
-from nestfed.core import whole
+from nestfed.core import Algorithm, whole
 from nestfed.data.partition import Summary
 from nestfed.engine.options import Exchange
 from nestfed.engine.warm_up import WarmUp
@@ -24,8 +25,10 @@ from nestfed.problems.auprc import AUPRCOptions
 from nestfed.problems.auroc import AUROCOptions
 from nestfed.problems.classify import ClassifyOptions
 from nestfed.problems.objective import Labelled
+from nestfed.problems.paired import PairedAUROCOptions
 from nestfed.study import advice
 from nestfed.study.base import Federated, Scores, precise
+from nestfed.study.fair import Fair, large_batch
 from nestfed.study.inputs import TableInputs
 from nestfed.study.sites import (
     DataError,
@@ -48,6 +51,7 @@ class _Labelled(TableInputs, ClassifierMixin, Federated):  # type: ignore[misc] 
         module: Any = None,
         *,
         method: Any = "auto",
+        fair: Any = None,
         lr: Any = None,
         rounds: int = 50,
         warm_up: int = 0,
@@ -64,6 +68,7 @@ class _Labelled(TableInputs, ClassifierMixin, Federated):  # type: ignore[misc] 
     ) -> None:
         self.module = module
         self.method = method
+        self.fair = fair
         self.lr = lr
         self.rounds = rounds
         self.warm_up = warm_up
@@ -133,7 +138,10 @@ class _Labelled(TableInputs, ClassifierMixin, Federated):  # type: ignore[misc] 
         self.n_features_in_ = len(data.encoding.schema) or self.shape_[0]
         model = Scores(self._model(self.shape_, outputs, seed), outputs)
         self._try(model, data.x[:2], outputs)
-        problem, clients = self._objective().build(model, (data.x, data.y), data.parts, names=list(data.names))
+        fair = self._fair()
+        more: dict[str, Any] = {} if fair is None else {"restarts": fair.finds_losses(self.q)}
+        objective = self._objective() if fair is None else self._fair_objective(fair)
+        problem, clients = objective.build(model, (data.x, data.y), data.parts, names=list(data.names), **more)
         judged = None if held_out is None else self._evaluation(*held_out)
         result = self._run(problem, clients, seed, judged, self.metric, self._warm_up(model, data, seed))
         self._scores = result.model.cpu()
@@ -147,6 +155,26 @@ class _Labelled(TableInputs, ClassifierMixin, Federated):  # type: ignore[misc] 
     def _objective(self) -> Labelled:
         """Return the options of the objective."""
         raise NotImplementedError
+
+    def _fair(self) -> Fair | None:
+        """Return how the worst site is protected, if it is."""
+        fair = Fair.of(self.fair)
+        if fair is not None and not (isinstance(self.method, str) and self.method == "auto"):
+            raise DataError(
+                f"fair={self.fair!r} and method={self.method!r} both choose the method: leave one of them out."
+            )
+        return fair
+
+    def _fair_objective(self, fair: Fair) -> Labelled:
+        """Return the options of the objective at one site, with a large batch where sites find their losses."""
+        return replace(self._objective(), initial_batch=large_batch(self.sites_.counts.sum(1).tolist()))
+
+    def _asked(self, clients: int) -> tuple[type[Algorithm[Any, Any]], dict[str, Any], str]:
+        """Return the method, as `fair` says or else as `method` says."""
+        fair = self._fair()
+        if fair is None:
+            return super()._asked(clients)
+        return fair.kind, fair.settings, f"fair={fair.way!r} protects the site that is served worst"
 
     def _warm_up(self, model: Scores, data: Encoded, seed: int) -> Callable[[float], WarmUp] | None:
         """Return the warm-up by FedAvg on cross-entropy, as a function of the divisor of its automatic step size."""
@@ -312,6 +340,8 @@ class FederatedAUC(_Labelled):
     - `hidden`: the layers of the default network. By default, tables get a linear score and images one layer of 64.
     - `method`: "auto" (`choice_` has the method and the reason), a name from `nestfed list`, a class such as `FMGDA`, or
       an object such as `FMGDA(c_hat=0.1, c=0.05)`. For some hyper-parameters only, `functools.partial(FMGDA, beta=0.1)`.
+    - `fair`: protect the site that is served worst: "kl-dro", "cvar", "q-ffl" or "agnostic", or with a strength
+      `Fair("kl-dro", 0.1)`; None = the mean over sites. FederatedAUC then compares the rows of every site with each other.
     - `lr`: None for a multiple of 1/L estimated from the data (stored in `lr_`), a number, a function of the iteration,
       or "theory" for the theorem's step sizes.
     - `rounds`: communication rounds.
@@ -334,6 +364,21 @@ class FederatedAUC(_Labelled):
     def _objective(self) -> Labelled:
         return AUROCOptions(batch=self.batch_size)
 
+    def _fair_objective(self, fair: Fair) -> Labelled:
+        counts = self.sites_.counts
+        if poor := [name for name, own in zip(self.sites_.names, counts) if not own.all()]:
+            raise DataError(
+                f"Site {poor[0]} has rows of one class only, so it has no AUROC to protect: leave it out, or use "
+                "FederatedClassifier."
+            )
+        first = max(1, self.batch_size // 4)
+        return PairedAUROCOptions(
+            first=first,
+            second=self.batch_size - first,
+            over="clients",
+            initial_batch=large_batch(counts[:, 1].tolist()),
+        )
+
 
 class FederatedAUPRC(_Labelled):
     """Train a score for average precision (the area under the precision-recall curve), over sites that keep their rows.
@@ -349,6 +394,13 @@ class FederatedAUPRC(_Labelled):
     def _objective(self) -> Labelled:
         outer = max(1, self.batch_size // 4)
         return AUPRCOptions(outer=outer, inner=self.batch_size - outer)
+
+    def _fair_objective(self, fair: Fair) -> Labelled:
+        if fair.way == "q-ffl":
+            raise DataError(
+                "fair='q-ffl' needs losses of at least 0, but that of FederatedAUPRC is negative: use 'kl-dro'."
+            )
+        return replace(self._objective(), initial_batch=large_batch(self.sites_.counts[:, 1].tolist()))
 
 
 class FederatedClassifier(_Labelled):

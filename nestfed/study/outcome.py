@@ -20,6 +20,7 @@ from nestfed.study.decide import Calibration, Threshold
 from nestfed.study.importance import Importance, importance, inputs_by_column
 from nestfed.study.judge import judge
 from nestfed.study.metric_table import MetricTable
+from nestfed.study.protect import Protection, safest
 from nestfed.study.recalibrate import Agreement, Recalibration, agreement, calibrate, recalibrate
 
 QUERIES = (*conducting.QUERIES, *judging.QUERIES, *recalibrating.QUERIES)
@@ -54,6 +55,8 @@ class Outcome:
     thresholds: tuple[Threshold, ...] = ()
     importances: Sequence[Importance] = ()
     """Empty for a linear score, whose coefficients say more."""
+    protection: Protection | None = None
+    """The worst site against all rows, if the study protects sites."""
     seconds: float = 0.0
 
     @property
@@ -94,11 +97,19 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
         part=VALIDATION,
     )  # fmt: skip
     released, why = _choose(study, ways, fallback, validation)
+    if study.study.protect and study.study.release == "best":
+        safer, reason = safest(study, ways, fallback, validation)
+        released, why = (safer, reason) if safer is not None else (released, f"{why} {reason}")
     alone = {ALONE: Candidate(None)}
     if kind == LOGITS:
         last = {way.name: Candidate(way.x) for way in ways}
         test = judge(final, last | alone, kind=kind, reference=released.name, sites=names)
-        return Outcome(found, released, why, validation, test, seconds=time.perf_counter() - began)
+        protection = None
+        if study.study.protect:
+            protection = Protection.of(study, final, last, fallback.name, None, validation, kind=kind, sites=names)
+        return Outcome(
+            found, released, why, validation, test, protection=protection, seconds=time.perf_counter() - began
+        )
     # Every model is calibrated on the validation rows, which its trial has not seen, so that probabilities compare.
     maps = {way.name: calibrate(trial, way.trial) for way in ways}
     common = maps[released.name]
@@ -123,9 +134,16 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
             final, last[released.name], inputs_by_column(found.agreement.encoding), kind=kind, metric=metric
         )
     agreements = agreement(final, released.x, used, names)
+    protection = None
+    if study.study.protect:
+        own = recalibrate(trial, fallback.trial, maps[fallback.name], names).calibration
+        every = {way.name: Candidate(way.x, maps[way.name]) for way in ways}
+        protection = Protection.of(
+            study, final, every, fallback.name, Candidate(fallback.x, own), validation, kind=kind, sites=names
+        )
     return Outcome(
         found, released, why, validation, test, used, counts, recalibrated, adapted, agreements, thresholds, importances,
-        time.perf_counter() - began,
+        protection, time.perf_counter() - began,
     )  # fmt: skip
 
 

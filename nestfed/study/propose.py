@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from nestfed.core import NestfedError, unknown
+from nestfed.study.protect import protected_methods
 
 BATCH = 32
 STEPS = (4, 50)
@@ -80,6 +81,10 @@ def proposed(
     else:
         wanted = PROPOSED if objective == "auto" else {objective: PROPOSED[objective]}
         methods = {**wanted, **BASELINES}
+    metric = METRIC[objective] if binary else "accuracy"
+    protect = bool((study or {}).get("protect"))
+    if protect:
+        methods = {**methods, **protected_methods([round(0.75 * 0.75 * n) for n in rows], GRID)}
     first = next(iter(methods.values()))
     least, most = STEPS
     tables: Tables = {
@@ -88,9 +93,9 @@ def proposed(
         "problem": dict(first["problem"]),
         "run": {"rounds": rounds or ROUNDS, "q": q or min(max(round(training / BATCH), least), most), "seed": seed},
         "evaluation": {
-            "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": METRIC[objective] if binary else "accuracy",
+            "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": metric,
         },
-        "study": {"release": "best" if objective == "auto" else "first", **(study or {})},
+        "study": {"release": "best" if objective == "auto" or protect else "first", **(study or {})},
         "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},
     }  # fmt: skip
     if schema:

@@ -1311,27 +1311,37 @@ def over_clients(
     weights: Callable[[Array, Any], Array],
     after: Callable[[Array, Any], Any],
     alone: int = 0,
+    rows: Sequence[int] = (),
+    k: float = 0.0,
 ) -> dict[str, Array]:
     """The server keeps numbers v = start(f(x0)); a round has w = weights(f(x), v), then v = after(f(x), v).
 
-    With `alone`, every client first takes so many steps by itself, and f − f* stands for f. "level" is v at every client.
+    With `alone`, every client first takes so many steps by itself, and f − f* stands for f. "level" is v at every client, "mean" f̄.
+    With `rows` and `k`, f is shrunk to a mean over clients: the server knows this round's, a client last round's.
     """
+
+    def shrunk(f: Array, mean: float) -> Array:
+        return np.array([(rows[n] * f[n] + k * mean) / (rows[n] + k) for n in range(N)]) if rows else f
+
+    fbar = 0.0
     x, y = np.array(x0, dtype=float), everywhere(x0, N)
     best, known, f, w = np.zeros(N), np.zeros(N), np.zeros(N), np.ones(N)
     v: Any = np.zeros(N)
-    X, R, V = [everywhere(x0, N)], [np.zeros((N, 2))], [np.zeros(N)]
+    X, R, V, F = [everywhere(x0, N)], [np.zeros((N, 2))], [np.zeros(N)], [fbar]
     for t in range(T):
         r = t - alone  # 1, 2, … are the iterations of the rounds
         if r == 0:
             if alone:
                 best = np.array([loss(n, t, y[n]) for n in range(N)])
             known = np.ones(N)
-            v = start(np.array([loss(n, t, x) for n in range(N)]) - best)
+            f = np.array([loss(n, t, x) for n in range(N)]) - best
+            fbar = sum(f) / N
+            v = start(shrunk(f, fbar))
             y = everywhere(x, N)
         else:
             if r > 0 and (r - 1) % q == 0:
                 f = np.array([loss(n, t, x) for n in range(N)]) - best
-                w = weights(f, v)
+                w = weights(shrunk(f, fbar), v)
             for n in range(N):
                 y[n] = y[n] - at(eta, t) * grad(n, t, y[n])
         moved = everywhere(x, N)
@@ -1340,12 +1350,14 @@ def over_clients(
                 moved[n] = x + w[n] * (y[n] - x)
             if r % q == 0:
                 x = x + sum(w[n] * (y[n] - x) for n in range(N)) / N
-                v = after(f, v)
+                fbar = sum(f) / N
+                v = after(shrunk(f, fbar), v)
                 y, moved = everywhere(x, N), everywhere(x, N)
         X.append(moved)
         R.append(np.stack([best, known], 1))
         V.append(v * np.ones(N))
-    return {"x": np.array(X), "reached": np.array(R), "level": np.array(V)}
+        F.append(fbar)
+    return {"x": np.array(X), "reached": np.array(R), "level": np.array(V), "mean": np.array(F)}
 
 
 def onto_simplex(v: Array) -> Array:
@@ -1357,7 +1369,7 @@ def onto_simplex(v: Array) -> Array:
     return np.maximum(v - (low + high) / 2, 0)
 
 
-def afl(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, gamma: float, update: str, alone: int = 0) -> Any:
+def afl(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, gamma: float, update: str, **more: Any) -> Any:
     """Agnostic federated learning, λ at the server."""
 
     def after(f: Array, lam: Array) -> Array:
@@ -1371,12 +1383,10 @@ def afl(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, gamma: flo
     def weights(f: Array, lam: Array) -> Array:
         return N * lam
 
-    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, start, weights, after, alone)
+    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, start, weights, after, **more)
 
 
-def kl_dro(
-    maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, tau: float, gamma: float, alone: int = 0
-) -> Any:
+def kl_dro(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, tau: float, gamma: float, **more: Any) -> Any:
     """KL-DRO, τ log mean exp(f/τ)."""
 
     def start(f: Array) -> float:
@@ -1388,11 +1398,11 @@ def kl_dro(
     def weights(f: Array, L: float) -> Array:
         return np.exp((f - L) / tau)
 
-    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, start, weights, after, alone)
+    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, start, weights, after, **more)
 
 
 def cvar_dro(
-    maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, rho: float, eta_s: float, alone: int = 0
+    maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, rho: float, eta_s: float, **more: Any
 ) -> Any:
     """CVaR over the worst share ρ of clients."""
 
@@ -1405,10 +1415,10 @@ def cvar_dro(
     def weights(f: Array, s: float) -> Array:
         return above(f, s) / rho
 
-    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, np.mean, weights, after, alone)
+    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, np.mean, weights, after, **more)
 
 
-def q_ffl(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, p: float, alone: int = 0) -> Any:
+def q_ffl(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, p: float, **more: Any) -> Any:
     """q-FFL; what clients get is the logarithm of M."""
 
     def log_mean(f: Array, old: float = 0.0) -> float:
@@ -1417,4 +1427,4 @@ def q_ffl(maps: Maps, x0: Array, N: int, q: int, T: int, eta: Schedule, p: float
     def weights(f: Array, log_M: float) -> Array:
         return np.maximum(f, 0) ** p / np.exp(log_M)
 
-    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, log_mean, weights, log_mean, alone)
+    return over_clients(maps["grad"], maps["loss"], x0, N, q, T, eta, log_mean, weights, log_mean, **more)

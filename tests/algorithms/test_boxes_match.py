@@ -11,7 +11,7 @@ import pytest
 from nestfed import algorithms as a
 from nestfed.engine.program import span_from
 from tests.algorithms import boxes
-from tests.toys import SETTINGS, TASKS, Setting, trace
+from tests.toys import SETTINGS, TASKS, Setting, rows, trace
 
 Q = 3
 ROUNDS = 5
@@ -63,8 +63,12 @@ def saddle(box: Callable[..., dict[str, np.ndarray]], *args: Any) -> Box:
     return lambda s, N, T: box(s.maps["grad"], s.x0, s.maps["w0"](), N, Q, T, *args)
 
 
-def crossed(box: Callable[..., dict[str, np.ndarray]], *args: Any) -> Box:
-    return lambda s, N, T: box(s.maps, s.x0, N, Q, T, *args)
+def crossed(box: Callable[..., dict[str, np.ndarray]], *args: Any, **options: Any) -> Box:
+    return lambda s, N, T: box(s.maps, s.x0, N, Q, T, *args, **options)
+
+
+def shrunk(box: Callable[..., dict[str, np.ndarray]], *args: Any, k: float, alone: int = 0) -> Box:
+    return lambda s, N, T: box(s.maps, s.x0, N, Q, T, *args, rows=rows(N), k=k, alone=alone)
 
 
 def coda(s: Setting, N: int, T: int) -> dict[str, np.ndarray]:
@@ -381,7 +385,7 @@ MATCHES: dict[str, list[Match]] = {
         Match(
             a.AFL(falling(0.3), 2.0, alone=2),
             "plain",
-            crossed(boxes.afl, falling(0.3), 2.0, "projected", 2),
+            crossed(boxes.afl, falling(0.3), 2.0, "projected", alone=2),
             private=REACHED,
             label="regret",
         ),
@@ -392,15 +396,29 @@ MATCHES: dict[str, list[Match]] = {
             private=REACHED,
             label="exponentiated",
         ),
+        Match(
+            a.AFL(0.1, 0.4, "exponentiated", k=3.0),
+            "counted",
+            shrunk(boxes.afl, 0.1, 0.4, "exponentiated", k=3.0),
+            private=REACHED,
+            label="shrunk",
+        ),
     ],
     "kl-dro": [
         Match(a.KLDRO(0.1, 0.3), "plain", crossed(boxes.kl_dro, 0.1, 0.3, 1.0), private=REACHED),
         Match(
             a.KLDRO(falling(0.3), 0.3, 0.6, alone=4),
             "plain",
-            crossed(boxes.kl_dro, falling(0.3), 0.3, 0.6, 4),
+            crossed(boxes.kl_dro, falling(0.3), 0.3, 0.6, alone=4),
             private=REACHED,
             label="regret",
+        ),
+        Match(
+            a.KLDRO(0.1, 0.3, 0.6, k=4.0, alone=2),
+            "counted",
+            shrunk(boxes.kl_dro, 0.1, 0.3, 0.6, k=4.0, alone=2),
+            private=REACHED,
+            label="shrunk",
         ),
     ],
     "cvar-dro": [
@@ -408,9 +426,16 @@ MATCHES: dict[str, list[Match]] = {
         Match(
             a.CVaRDRO(falling(0.3), 0.4, 0.2, alone=1),
             "plain",
-            crossed(boxes.cvar_dro, falling(0.3), 0.4, 0.2, 1),
+            crossed(boxes.cvar_dro, falling(0.3), 0.4, 0.2, alone=1),
             private=REACHED,
             label="regret",
+        ),
+        Match(
+            a.CVaRDRO(0.1, 0.6, 0.3, k=2.0),
+            "counted",
+            shrunk(boxes.cvar_dro, 0.1, 0.6, 0.3, k=2.0),
+            private=REACHED,
+            label="shrunk",
         ),
     ],
     "q-ffl": [
@@ -418,9 +443,12 @@ MATCHES: dict[str, list[Match]] = {
         Match(
             a.QFFL(falling(0.3), 2.0, alone=3),
             "plain",
-            crossed(boxes.q_ffl, falling(0.3), 2.0, 3),
+            crossed(boxes.q_ffl, falling(0.3), 2.0, alone=3),
             private=REACHED,
             label="regret",
+        ),
+        Match(
+            a.QFFL(0.1, 1.5, k=5.0), "counted", shrunk(boxes.q_ffl, 0.1, 1.5, k=5.0), private=REACHED, label="shrunk"
         ),
     ],
 }
@@ -472,7 +500,8 @@ def test_box(match: Match) -> None:
             expected, where = box[there][done - match.lag.get(name, 0)], f"{name}, {mode}"
             np.testing.assert_allclose(result.private[name].numpy(), expected, rtol=1e-10, atol=1e-10, err_msg=where)
         if "level" in result.gathered:
-            level = np.stack([box["level"][done], np.ones(N)], 1)
+            columns = [box["level"][done], np.ones(N), np.full(N, box["mean"][done])]
+            level = np.stack(columns if match.algorithm.k else columns[:2], 1)
             np.testing.assert_allclose(result.gathered["level"].numpy(), level, rtol=1e-10, atol=1e-10)
     # and it went somewhere, so that agreement means something
     moved = box[match.algorithm.point][done - match.lag.get(match.algorithm.point, 0), 0] - setting.x0

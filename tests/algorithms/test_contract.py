@@ -70,8 +70,13 @@ def test_goes_down_on_a_convex_problem(name: str) -> None:
     """The gap to the optimum falls to a fifth and less on a problem of the method's kind with known truth."""
     case = CASES[name]
     N = 1 if METHODS[name].single else 4
+
+    def bowl() -> Quadratic:
+        return Quadratic(N, 3, zeta=0.0 if case.homogeneous else 1.0, condition=4.0, sigma=0.1, batch=2)
+
     toy: Any = {
-        "plain": lambda: Quadratic(N, 3, zeta=0.0 if case.homogeneous else 1.0, condition=4.0, sigma=0.1, batch=2),
+        "plain": bowl,
+        "counted": bowl,
         "conditional": lambda: ConditionalToy(N, 3, zeta=0.3, sigma=0.3, inner=8, outer=4),
         "sampled": lambda: toys.OwnExamples(N, sigma=0.3, inner=8, outer=4),
         "compositional": lambda: CompositionalToy(N, 3, 5, zeta=0.1, sigma=0.1, batch=4),
@@ -80,7 +85,8 @@ def test_goes_down_on_a_convex_problem(name: str) -> None:
         "paired": lambda: toys.Ranking(N),
         "precise": lambda: toys.Ranking(N),
     }[case.setting]()
-    result = simulate(toy.problem, method(name), toy.clients, rounds=20, q=Q, seed=SEED, progress=False, mode="vmap")
+    clients = toys.Counting(toy.clients) if case.setting == "counted" else toy.clients
+    result = simulate(toy.problem, method(name), clients, rounds=20, q=Q, seed=SEED, progress=False, mode="vmap")
     best = toy.value(toy.minimiser)
     gap = toy.value(toy.problem.x0) - best
     assert gap > 0.3

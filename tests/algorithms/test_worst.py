@@ -202,6 +202,67 @@ def test_weights_of_one_are_fedavg(method: Any, q: int) -> None:
     assert (plain.x - begin).abs().max() > 0.1
 
 
+class Counted(Bowls):
+    """Bowls that count the rows of their clients."""
+
+    rows = (2, 40, 7, 11, 25)
+
+    def run(self, method: Any, rounds: int, q: int = 1, **options: Any) -> Any:
+        options = {"mode": "vmap", "workers": 1, "progress": False, **options}
+        return simulate(self.problem, method, Sized(self), rounds=rounds, q=q, **options)
+
+
+class Sized(Clients):
+    """The clients of counted bowls."""
+
+    def __init__(self, bowls: Counted) -> None:
+        self.bowls = bowls
+
+    def __len__(self) -> int:
+        return N
+
+    def sample(self, n: int, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.bowls.sample(n, t)
+
+    def examples(self, n: int) -> int:
+        return self.bowls.rows[n]
+
+
+@each
+def test_without_shrinkage_rows_do_not_matter(method: Any) -> None:
+    plain, counted = Bowls().run(method, 6, Q), Counted().run(method, 6, Q)
+    close(counted, plain, 0.0)
+    tiny = Counted().run(type(method)(**{**vars(method), "k": 1e-9}), 6, Q)
+    torch.testing.assert_close(tiny.x, plain.x, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", [QFFL(0.1, 2.0, k=1e12), KLDRO(0.1, 2.0, k=1e12), AFL(0.1, 0.2, k=1e12)])
+def test_full_shrinkage_is_fedavg(method: Any) -> None:
+    """All weights are 1, whatever the losses; the first round only exchanges them."""
+    counted = Counted()
+    found, plain = counted.run(method, 7, Q), counted.run(FedAvg(0.1), 6, Q)
+    torch.testing.assert_close(found.x, plain.x, rtol=1e-6, atol=1e-6)
+    without = counted.run(type(method)(**{**vars(method), "k": 0.0}), 7, Q)
+    assert (without.x - plain.x).abs().max() > 0.01
+
+
+def test_shrinkage_takes_weight_from_small_clients() -> None:
+    """At the fixed point of KL-DRO the weights are those of the losses shrunk by the sheet's formula."""
+    counted, tau, k = Counted(), 0.4, 10.0
+    found = counted.run(KLDRO(0.02, tau, k=k), 3000)
+    f, rows = counted.losses(found.x), torch.tensor(counted.rows).double()
+    w = torch.softmax((rows * f + k * f.mean()) / (rows + k) / tau, 0)
+    assert (w[:, None] * counted.slopes(found.x)).sum(0).abs().max() < 1e-6
+    assert (torch.softmax(f / tau, 0)[:, None] * counted.slopes(found.x)).sum(0).abs().max() > 0.05
+
+
+def test_shrinkage_needs_clients_that_count_their_rows() -> None:
+    with pytest.raises(NestfedError, match="these clients do not count them: define `examples`, or set k = 0"):
+        Bowls().run(KLDRO(0.1, k=1.0), 1)
+    with pytest.raises(NestfedError, match="k must be at least 0"):
+        KLDRO(0.1, k=-1.0)
+
+
 @each
 def test_the_weight_at_the_server_is_the_weight_of_the_gradient_for_one_step(method: Any) -> None:
     """q = 1: x moves along mean w_n ∇f_n(x)."""
@@ -226,7 +287,7 @@ def test_uniform_is_drawn_from_the_weighted_points(method: Any) -> None:
     """The mean over clients of x + w_n(y_n − x) in the middle of a round, not of y_n."""
     s = toys.plain(4)
     own = without_step(method)
-    args = [v for k, v in own.items() if k != "alone"]
+    args = [v for k, v in own.items() if k not in ("alone", "k")]
     inside = 0
     for seed in (SEED,):
         for rounds in range(4, 12):

@@ -15,7 +15,8 @@ from sklearn.metrics import roc_auc_score
 from nestfed.core import NestfedError
 from nestfed.experiment.site import own_table, own_tables
 from nestfed.experiment.spec import Experiment, from_tables
-from nestfed.experiment.study import Training
+from nestfed.experiment.study import Training, protects
+from nestfed.metrics import log_loss
 from nestfed.queries import SCORES, Question
 from nestfed.queries.newton import RIDGES, network_parameters
 from nestfed.queries.scores import RANKING, judged
@@ -152,6 +153,47 @@ def test_deployed_and_at_hand_agree(files: dict[str, Path], tmp_path: Path, monk
     for place in (tmp_path / "run", *(tmp_path / f"state-{n}" / "model" for n in range(3))):
         np.testing.assert_allclose(StudyModel.load(place).predict(new), expected, atol=1e-5)
     assert not list(tmp_path.glob("state-*/model/*.pt2")), "a program is code"
+
+
+@pytest.mark.long
+def test_protected_methods_deployed_and_at_hand_agree(
+    files: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shrinkage knows every site's own rows; the worst site's loss decides steps and rounds."""
+    pytest.importorskip("flwr")
+    method = {
+        "problem": {"name": "classify", "initial_batch": 60},
+        "algorithm": {"name": "kl-dro", "tau": 0.1, "k": 100.0},
+        "evaluation": {"metric": "worst_log_loss"},
+        "tune": {"eta": [0.03, 0.3]},
+    }
+    fedavg = TABLES["methods"]["fedavg"]
+    study = from_tables({**TABLES, "study": {"protect": ["sites"]}, "methods": {"kl-dro": method, "fedavg": fedavg}})
+    hand, here = conducted(study, files, tmp_path / "here")
+    there = deployed(study, files, tmp_path, monkeypatch)
+    for mine, theirs in zip(here.ways, there.ways):
+        assert mine.settings == theirs.settings
+        assert mine.rounds == theirs.rounds
+        np.testing.assert_allclose(list(mine.trials.values()), list(theirs.trials.values()), atol=1e-9)
+        np.testing.assert_allclose(mine.x, theirs.x, rtol=1e-5, atol=1e-6)
+    held = [site.by_part(False)["validation"] for site in hand.sites]
+    way = here.ways[0]
+    worst = max(log_loss(hand.network.scores(way.trial, torch.from_numpy(r.x)), r.y) for r in held)
+    assert min(way.trials.values()) == pytest.approx(worst, abs=1e-5)
+
+
+def test_which_methods_protect_sites() -> None:
+    own = {"problem": {"name": "agnostic"}, "algorithm": {"name": "fmgda", "eta": 0.1, "c_hat": 1.0, "c": 1.0}}
+    other = {"problem": {"name": "auprc"}, "algorithm": {"name": "afl", "eta": 0.1}}
+    study = study_of(methods={**TABLES["methods"], "mixture": own, "afl": other})
+    assert [name for name in study.methods if protects(study, name)] == ["mixture", "afl"]
+
+
+def test_only_sites_can_be_protected() -> None:
+    with pytest.raises(NestfedError, match=r"study\.protect can only protect 'sites', not 'sex'"):
+        from_tables({**TABLES, "study": {"protect": ["sites", "sex"]}})
 
 
 def test_a_study_of_three_classes(files: dict[str, Path], tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Batched(Local):
         batches = [self.source.at(self.seeds, t) for t in range(*order.span)]
         count, steps = len(order.asked), len(batches)
         who = Who(
-            torch.zeros(steps, dtype=torch.int64), torch.tensor(0), torch.tensor(steps)
+            torch.zeros(steps, dtype=torch.int64), torch.tensor(0), torch.tensor(steps), torch.tensor(0)
         )  # these problems use none
         upload, self.fields, report = program(shared, self.fields, None, who, batches)
         return Reply(

@@ -229,6 +229,35 @@ def judge(
     return found | {name: partial_auroc(scores, labels, rate) for name, rate in _partial_too(metric).items() if one}
 
 
+@dataclass(frozen=True, eq=False)
+class ErrorTotals:
+    """Sums over rows from which RMSE, MAE and R² follow; those of several sites add up."""
+
+    rows: int
+    sums: Floats
+    """Of the errors, their squares and absolute values, of the target minus a common constant, and of its squares."""
+
+    @classmethod
+    def of(cls, predictions: npt.ArrayLike, targets: npt.ArrayLike, center: float = 0.0) -> ErrorTotals:
+        """Compute the sums; a `center` near the target's mean keeps the digits of R²."""
+        p, y = _predicted(predictions, targets)
+        errors, target = p - y, y - center
+        parts = (errors, errors**2, np.abs(errors), target, target**2)
+        return cls(len(p), np.array([part.sum() for part in parts], np.float64))
+
+    def __add__(self, other: ErrorTotals) -> ErrorTotals:
+        return ErrorTotals(self.rows + other.rows, self.sums + other.sums)
+
+    def metrics(self) -> dict[str, float]:
+        """Return RMSE, MAE and R²; NaN where they are not defined."""
+        if not self.rows:
+            return dict.fromkeys(("rmse", "mae", "r2"), math.nan)
+        _, squared, absolute, total, squares = self.sums.tolist()
+        spread = squares - total**2 / self.rows
+        r2 = 1 - squared / spread if spread > 0 else math.nan
+        return {"rmse": math.sqrt(squared / self.rows), "mae": absolute / self.rows, "r2": r2}
+
+
 # --------------------------------------------------------------------------------- value and certainty
 
 

@@ -15,6 +15,7 @@ import typer
 from nestfed.cli.deploy import deploy_app
 from nestfed.cli.model import adapt_command, diff_command, monitor_command, onnx_command, predict_command
 from nestfed.cli.study import lr_find_command, train_command
+from nestfed.cli.tables import schema_command
 from nestfed.core import COMMANDS, NETWORKS, OBJECTIVES, PLUGINS, Algorithm, NestfedError, load_plugins
 from nestfed.report.page import size
 
@@ -39,6 +40,7 @@ app.command("adapt")(adapt_command)
 app.command("diff")(diff_command)
 app.command("onnx")(onnx_command)
 app.command("lr-find")(lr_find_command)
+app.command("schema")(schema_command)
 
 File = Annotated[str, typer.Argument(help="An experiment file, or a name from `nestfed list`.")]
 Overrides = Annotated[

@@ -11,15 +11,24 @@ from typing import Annotated
 
 import typer
 
+from nestfed.cli.tables import (
+    Categorical,
+    Date,
+    Decimal,
+    Drop,
+    Encoding,
+    Group,
+    Missing,
+    Sep,
+    SplitBy,
+    TestFrom,
+    note,
+    table_schema,
+)
+
 Files = Annotated[list[Path], typer.Argument(help="One table per site: .csv, .csv.gz or .parquet.")]
 Target = Annotated[str, typer.Option("--target", help="The column to predict.")]
 Objective = Annotated[str, typer.Option("--objective", help="Train for auroc, auprc or accuracy.")]
-Group = Annotated[
-    str, typer.Option("--group", help="Never split rows with equal values in this column.", show_default="none")
-]
-Drop = Annotated[
-    list[str] | None, typer.Option("--drop", help="A column to leave out; repeat for several.", show_default="none")
-]
 Positive = Annotated[
     str, typer.Option("--positive", help="The target's positive value.", show_default="last in sorted order")
 ]
@@ -38,6 +47,14 @@ def train_command(
     objective: Objective = "auroc",
     group: Group = "",
     drop: Drop = None,
+    split_by: SplitBy = "",
+    test_from: TestFrom = "",
+    categorical: Categorical = None,
+    missing: Missing = None,
+    date: Date = None,
+    sep: Sep = "",
+    decimal: Decimal = "",
+    encoding: Encoding = "",
     positive: Positive = "",
     rounds: Rounds = 50,
     q: Q = 10,
@@ -49,14 +66,20 @@ def train_command(
     force: Annotated[bool, typer.Option("--force", help="Replace a model in the output directory.")] = False,
 ) -> None:
     """Train a model across sites, compare it with FedAvg and local training, and write a report."""
+    from nestfed.data.faults import COMMAND_LINE
     from nestfed.study import export
     from nestfed.study.tables import read_sites
     from nestfed.study.train import train
 
+    schema = table_schema(categorical, missing, date, sep, decimal, encoding)
     place = out or Path("runs") / f"train-{target}"
     export.claim(place, force=force)
     with _warnings_in_one_line():
-        data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
+        data = read_sites(
+            files, target, group=group, drop=drop or (), positive=positive, schema=schema, split_by=split_by,
+            test_from=test_from, entrance=COMMAND_LINE,
+        )  # fmt: skip
+        note(data.notes)
         if len(data.classes) == 2:
             typer.echo(f"{len(data.sites)} sites; {target} = {data.classes[1]} is the positive class.")
         outcome = train(
@@ -80,6 +103,14 @@ def lr_find_command(
     objective: Objective = "auroc",
     group: Group = "",
     drop: Drop = None,
+    split_by: SplitBy = "",
+    test_from: TestFrom = "",
+    categorical: Categorical = None,
+    missing: Missing = None,
+    date: Date = None,
+    sep: Sep = "",
+    decimal: Decimal = "",
+    encoding: Encoding = "",
     positive: Positive = "",
     rounds: Rounds = 50,
     q: Q = 10,
@@ -88,15 +119,20 @@ def lr_find_command(
     out: Annotated[Path, typer.Option("--out", help="Output file of the plot, or its directory.")] = Path("lr.png"),
 ) -> None:
     """Try step sizes in short runs and plot the validation metric against them."""
+    from nestfed.data.faults import COMMAND_LINE
     from nestfed.report.drawing import drawable
     from nestfed.study.lr_find import lr_find
     from nestfed.study.tables import read_sites
     from nestfed.study.train import find_kind
 
-    kind = find_kind(objective)
+    kind, schema = find_kind(objective), table_schema(categorical, missing, date, sep, decimal, encoding)
     out = out if out.suffix and not out.is_dir() else out / "lr.png"
     with _warnings_in_one_line():
-        data = read_sites(files, target, group=group, drop=drop or (), positive=positive)
+        data = read_sites(
+            files, target, group=group, drop=drop or (), positive=positive, schema=schema, split_by=split_by,
+            test_from=test_from, entrance=COMMAND_LINE,
+        )  # fmt: skip
+        note(data.notes)
         estimator = kind(rounds=rounds, q=q, hidden=tuple(hidden or ()), random_state=seed)
         found = lr_find(estimator, data.sites)
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])

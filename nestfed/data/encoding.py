@@ -9,6 +9,8 @@ one 0/1 feature per category, all 0 where missing. Sites agree on one `TableEnco
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nestfed.core import NestfedError
+from nestfed.core import MOST_NAMES, NestfedError
+from nestfed.data.schema import EMPTY, TableSchema, folded, same_spelling
 
 FAR = 5.0
 """A feature's largest distance from its mean, in deviations."""
+MOST_CATEGORIES, LEAST_ROWS = 50, 10
+"""A column with more categories at all sites keeps this many of its most common ones, those with at least so many rows."""
+OTHER = "(other)"
+"""The name of the feature that rare categories share."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +37,26 @@ class Column:
     name: str
     categories: tuple[str, ...] | None = None
     """None for numbers; empty for text without any known value."""
+    other: bool = False
+    """All categories that are not listed share one more feature, the last."""
 
     @property
     def features(self) -> tuple[str, ...]:
         """The names of its features, for people."""
-        return (self.name,) if self.categories is None else tuple(f"{self.name}={c}" for c in self.categories)
+        return self._named(self.name)
+
+    @property
+    def quoted(self) -> tuple[str, ...]:
+        """The names of its features with the column in quotation marks, where `features` would be ambiguous."""
+        return self._named(json.dumps(self.name, ensure_ascii=False))
+
+    def _named(self, name: str) -> tuple[str, ...]:
+        if self.categories is None:
+            return (name,)
+        return tuple(f"{name}={c}" for c in (*self.categories, *[OTHER] * self.other))
 
     def __len__(self) -> int:
-        return 1 if self.categories is None else len(self.categories)
+        return 1 if self.categories is None else len(self.categories) + self.other
 
 
 Schema = tuple[Column, ...]
@@ -45,8 +64,17 @@ Schema = tuple[Column, ...]
 
 
 def features_of(schema: Schema) -> tuple[str, ...]:
-    """Return the names of a table's features, for people."""
-    return tuple(name for column in schema for name in column.features)
+    """Return the names of a table's features, for people; each is unique.
+
+    A category is named column=category. Where two features would have the same name, because a column's name contains
+    "=", the names of the columns are in quotation marks.
+    """
+    named = Counter(name for column in schema for name in column.features)
+    return tuple(
+        quoted if named[plain] > 1 else plain
+        for column in schema
+        for plain, quoted in zip(column.features, column.quoted)
+    )
 
 
 def numbered(count: int) -> Schema:
@@ -55,13 +83,16 @@ def numbered(count: int) -> Schema:
 
 
 def schema_to_json(schema: Schema) -> list[Any]:
-    """Return a schema as JSON: [name, categories or null] for every column."""
-    return [[c.name, None if c.categories is None else list(c.categories)] for c in schema]
+    """Return a schema as JSON: [name, categories or null] for every column, with true behind if others share a feature."""
+    return [[c.name, None if c.categories is None else list(c.categories), *[True] * c.other] for c in schema]
 
 
 def schema_from_json(found: Any) -> Schema:
     """Return the schema that `schema_to_json` wrote; raise a ValueError if it is invalid."""
-    schema = tuple(Column(name, None if known is None else tuple(known)) for name, known in found)
+    schema = tuple(
+        Column(name, None if known is None else tuple(known), bool(other) and known is not None)
+        for name, known, *other in found
+    )
     texts = [text for c in schema for text in (c.name, *(c.categories or ()))]
     if not all(isinstance(text, str) for text in texts) or len({c.name for c in schema}) < len(schema):
         raise ValueError("expected pairs of a unique column name and its categories or null")
@@ -86,9 +117,12 @@ class Sums:
 
     def aligned(self, schema: Schema, site: str) -> np.ndarray:
         """Return known counts and sums in a common order. A category that this site lacks is 0 in every row."""
-        own = np.stack([self.known, self.total])
-        never, gap = np.array([[self.rows], [0]]), np.zeros((2, 1))
-        return np.concatenate([own, never, gap], 1)[:, _positions(schema, self.schema, site)]
+        found = np.zeros((2, sum(map(len, schema))))
+        for i, own in enumerate(_routes(schema, self.schema, site)):
+            if own is None:
+                continue
+            found[:, i] = (self.known[own].max(), self.total[own].sum()) if own else (self.rows, 0.0)
+        return found
 
 
 def flat(x: np.ndarray) -> np.ndarray:
@@ -110,6 +144,8 @@ class TableEncoding:
     gaps: np.ndarray
     scaled: bool = True
     """False: do not scale, and reject missing values."""
+    table: TableSchema = EMPTY
+    """How the columns of a table become numbers, to read other tables in the same way."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -128,15 +164,18 @@ class TableEncoding:
         A category that this table lacks is 0. A missing column, or one of another kind, is an error.
         """
         values = flat(x)
-        at, place = _positions(self.schema, schema, where), _places(schema)
+        routes, place = _routes(self.schema, schema, where), _places(schema)
         for column in self.schema:
             own, first = place[column.name]
             if column.categories is not None and own.categories is None and np.isfinite(values[:, first]).any():
                 raise NestfedError(f"{where} holds numbers in column {column.name!r}, which is text elsewhere.")
-        if at == list(range(values.shape[1])):
+        if routes == [[i] for i in range(values.shape[1])]:
             return values.astype(np.float64)  # avoids a copy of a large array
-        never, gap = np.zeros((len(values), 1)), np.full((len(values), 1), np.nan)
-        return np.concatenate([values, never, gap], 1, dtype=np.float64)[:, at]
+        made = np.full((len(values), len(routes)), np.nan)
+        for i, from_ in enumerate(routes):
+            if from_ is not None:
+                made[:, i] = values[:, from_[0]] if len(from_) == 1 else values[:, from_].sum(1)
+        return made
 
     def squares(self, x: np.ndarray, schema: Schema, where: str = "The table") -> np.ndarray:
         """Return each feature's sum of squared differences from the common mean, which a site sends in step 2."""
@@ -163,14 +202,16 @@ class TableEncoding:
     def to_json(self) -> dict[str, Any]:
         """Return the encoding as JSON."""
         numbers = {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "gaps": self.gaps.tolist()}
-        return {"kind": "table", "columns": schema_to_json(self.schema), **numbers, "scaled": self.scaled}
+        table = {"table": self.table.to_tables()} if self.table else {}
+        return {"kind": "table", "columns": schema_to_json(self.schema), **numbers, "scaled": self.scaled, **table}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> TableEncoding:
         """Return the encoding that `to_json` wrote."""
         mean, deviation = np.array(found["mean"], np.float64), np.array(found["deviation"], np.float64)
         schema, gaps = schema_from_json(found["columns"]), np.array(found["gaps"], bool)
-        return cls(schema, mean, deviation, gaps, bool(found["scaled"]))
+        table = TableSchema.from_tables(found.get("table", {}))
+        return cls(schema, mean, deviation, gaps, bool(found["scaled"]), table)
 
 
 NO_TABLE = TableEncoding((), np.zeros(0), np.zeros(0), np.zeros(0, bool))
@@ -233,17 +274,16 @@ def _median(total: np.ndarray, count: np.ndarray) -> np.ndarray:
 def common_schema(sites: Mapping[str, Sums]) -> Schema:
     """Return the columns in the order of the first site, with all sites' categories in alphabetical order.
 
-    Every site must have every column. A column without any known value is compatible with numbers and with text.
+    Every site must have every column. A column without any known value is compatible with numbers and with text. In a
+    column with more than `MOST_CATEGORIES` categories, rare ones share a feature. Categories that differ between sites in
+    spaces and capital letters only are the same (`spellings`).
     """
     kinds: dict[str, dict[str, str]] = {}
-    categories: dict[str, set[str]] = {}
     for site, sums in sites.items():
         for name, (column, first) in _places(sums.schema).items():
-            kind = (
-                "text" if column.categories else "" if column.categories == () or not sums.known[first] else "numbers"
-            )
+            text, empty = bool(column.categories) or column.other, column.categories == ()
+            kind = "text" if text else "" if empty or not sums.known[first] else "numbers"
             kinds.setdefault(name, {}).setdefault(kind, site)
-            categories.setdefault(name, set()).update(column.categories or ())
     for name, by_kind in kinds.items():
         for site, sums in sites.items():
             if name not in _places(sums.schema):
@@ -259,7 +299,59 @@ def common_schema(sites: Mapping[str, Sums]) -> Schema:
     numbers = {
         c.name for sums in sites.values() for c in sums.schema if c.categories is None and "text" not in kinds[c.name]
     }
-    return tuple(Column(name, None if name in numbers else tuple(sorted(categories[name]))) for name in kinds)
+    return tuple(Column(name) if name in numbers else _common(name, sites) for name in kinds)
+
+
+def _common(name: str, sites: Mapping[str, Sums]) -> Column:
+    """Return a column of text with the categories of all sites; of very many, the most common ones."""
+    counts = _counts(name, sites)
+    alike = _alike(name, sites)
+    total: dict[str, float] = {}
+    for by_category in counts.values():
+        for category, rows in by_category.items():
+            total[alike[category]] = total.get(alike[category], 0.0) + rows
+    other = any(_places(sums.schema)[name][0].other for sums in sites.values())
+    if len(total) <= MOST_CATEGORIES:
+        return Column(name, tuple(sorted(total)), other)
+    common = sorted(total, key=lambda c: (-total[c], c))[:MOST_CATEGORIES]
+    return Column(name, tuple(sorted(c for c in common if total[c] >= LEAST_ROWS)), True)
+
+
+def _counts(name: str, sites: Mapping[str, Sums]) -> dict[str, dict[str, float]]:
+    """Return each site's rows by category of a column."""
+    found: dict[str, dict[str, float]] = {}
+    for site, sums in sites.items():
+        column, first = _places(sums.schema)[name]
+        rows = sums.total[first : first + len(column)].tolist()
+        found[site] = dict(zip(column.categories or (), rows))
+    return found
+
+
+def _alike(name: str, sites: Mapping[str, Sums]) -> dict[str, str]:
+    """Return the common spelling of every category: the one with most rows."""
+    total: dict[str, float] = {}
+    for by_category in _counts(name, sites).values():
+        for category, rows in by_category.items():
+            total[category] = total.get(category, 0.0) + rows
+    return same_spelling(total)
+
+
+def differences(sites: Mapping[str, Sums]) -> list[str]:
+    """Return, in sentences, which categories the common schema treats as the same, and which it groups."""
+    found = []
+    for column in common_schema(sites):
+        if column.categories is None:
+            continue
+        alike = _alike(column.name, sites)
+        if changed := {a: b for a, b in alike.items() if a != b}:
+            shown = ", ".join(f"{a!r} as {b!r}" for a, b in list(changed.items())[:MOST_NAMES])
+            found.append(f"Column {column.name!r}: {shown}; sites spell them differently.")
+        if rare := set(alike.values()) - set(column.categories):
+            found.append(
+                f"Column {column.name!r} has {len(set(alike.values())):,} categories; the {len(column.categories)} most "
+                f"common have a feature each, and the {len(rare):,} others share one."
+            )
+    return found
 
 
 def _inside(where: str) -> str:
@@ -276,23 +368,48 @@ def _places(schema: Schema) -> dict[str, tuple[Column, int]]:
     return found
 
 
-def _positions(schema: Schema, own: Schema, where: str) -> list[int]:
-    """Return each common feature's position in a table; width = the table lacks the category, width + 1 = missing."""
+def _routes(schema: Schema, own: Schema, where: str) -> list[list[int] | None]:
+    """Return for each common feature the table's own features that add up to it; None = missing in every row."""
     place = _places(own)
-    width = sum(map(len, own))
-    never, gap = width, width + 1
-    found: list[int] = []
+    found: list[list[int] | None] = []
     for column in schema:
         if column.name not in place:
             raise NestfedError(f"{where} has no column {column.name!r}.")
         mine, first = place[column.name]
         if column.categories is None:
-            if mine.categories:
+            if mine.categories or mine.other:
                 raise NestfedError(f"{where} holds text in column {column.name!r}, which is numbers elsewhere.")
-            found.append(first if mine.categories is None else gap)
+            found.append([first] if mine.categories is None else None)
         else:
-            at = {category: first + i for i, category in enumerate(mine.categories or ())}
-            found += [at.get(category, never) for category in column.categories]
+            routes: list[list[int]] = [[] for _ in range(len(column))]
+            for i, at in enumerate(_homes(column, mine)):
+                if at is not None:
+                    routes[at].append(first + i)
+            found += routes
+    return found
+
+
+def _homes(column: Column, own: Column) -> list[int | None]:
+    """Return for each of a table's own categories, "other" included, its place among the common ones."""
+    listed = column.categories or ()
+    exact = {category: i for i, category in enumerate(listed)}
+    loose = {folded(category): i for i, category in enumerate(listed)}
+    rest = len(listed) if column.other else None
+    homes = [exact.get(c, loose.get(folded(c), rest)) for c in own.categories or ()]
+    return [*homes, *[rest] * own.other]
+
+
+def unseen(schema: Schema, own: Schema, where: str) -> list[str]:
+    """Return, in sentences, which categories of a table were not in the training data."""
+    place, found = _places(own), []
+    for column in schema:
+        mine = place[column.name][0] if column.name in place else column
+        if column.categories is None or column.other:
+            continue
+        homes = _homes(column, mine)
+        if strange := [c for c, at in zip(mine.categories or (), homes) if at is None]:
+            listed = ", ".join(map(repr, strange[:MOST_NAMES]))
+            found.append(f"{where} has categories in column {column.name!r} that training did not have: {listed}.")
     return found
 
 

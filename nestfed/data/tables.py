@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
-import warnings
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nestfed.core import NestfedError, unknown
+from nestfed.core import NestfedError, one_of
+from nestfed.data.columns import Reading, finite, label_of, numbers
+from nestfed.data.detect import detect
 from nestfed.data.encoding import Column, Schema, features_of, numbered
-from nestfed.data.formats import bounded, read_npz, reading, refuse
+from nestfed.data.faults import PYTHON, Entrance, Faults
+from nestfed.data.formats import reading, refuse
+from nestfed.data.readers import Raw, read_table, require_column
+from nestfed.data.schema import EMPTY, TableSchema, spaced
 
 Array = npt.NDArray[Any]
+LOG = logging.getLogger(__name__)
 
-MOST_BYTES = 4 << 30  # of one user's table, unpacked
-MOST_VALUES = 20  # different texts in a column that becomes one-hot features
+MOST_VALUES = 20  # different labels that are classes without being listed
 MOST_CLASSES = 10_000
+CLASS, NUMBER = TARGETS = ("class", "number")
+"""What a target is: one of several classes, or a number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +36,13 @@ class Dataset:
 
     x        images uint8 (n, channels, height, width) · tables float32 (n, features), missing = NaN ·
              text int32 (n,), the number of each word
-    y        int64 (n,) labels, positions in `classes`; empty for text ·
+    y        int64 (n,) labels, positions in `classes`; empty for text · float64 (n,) if the target is a number ·
              float32 (n, L) with 0, 1 or NaN = unknown, if examples have several labels, named by `classes`
     columns  further properties of each example, to split by: hospital, region, patient, alphabet, …
     schema   the columns of a table x (see `nestfed.data.encoding`); a text column is several 0/1 features
-    classes  names of the labels; for text the vocabulary
+    classes  names of the labels; for text the vocabulary; empty if the target is a number
+    table    how the file's columns became those of x
+    notes    sentences on what was detected in the file and may surprise
     """
 
     x: Array
@@ -42,6 +50,8 @@ class Dataset:
     columns: Mapping[str, Array] = field(default_factory=dict)
     schema: Schema = ()
     classes: tuple[str, ...] = ()
+    table: TableSchema = EMPTY
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.x)
@@ -64,7 +74,43 @@ class Dataset:
         """Return the chosen rows (numbers, a slice or a mask), in the order given."""
         y = self.y[rows] if self.y.size else self.y
         columns = {name: column[rows] for name, column in self.columns.items()}
-        return Dataset(self.x[rows], y, columns, self.schema, self.classes)
+        return replace(self, x=self.x[rows], y=y, columns=columns)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the columns of a table are for, besides features."""
+
+    target: str
+    columns: tuple[str, ...] = ()
+    """Columns to divide by."""
+    drop: tuple[str, ...] = ()
+    classes: tuple[str, ...] | None = None
+    """The target's values in order; None = those of the table."""
+    kind: str = CLASS
+    """What the target is: class or number."""
+
+    def __post_init__(self) -> None:
+        one_of("data.target_kind", self.kind, TARGETS)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns with a role."""
+        return (self.target, *self.columns, *self.drop)
+
+    def check(self, tables: Sequence[Raw], faults: Faults) -> None:
+        """Note columns that tables lack, those with two roles, and tables without rows."""
+        for name in self.names:
+            lacking = [raw for raw in tables if name not in raw.columns]
+            for raw in lacking[:1] if len(lacking) == len(tables) else lacking:
+                like = ", like the other tables," if len(lacking) == len(tables) > 1 else ""
+                with faults.noting():
+                    require_column(raw.where + like, name, raw.columns)
+        for name in ({self.target} & {*self.columns, *self.drop}) | set(self.columns) & set(self.drop):
+            faults.add(f"Column {name!r} of {tables[0].where} has two roles: name it once as target, column or drop.")
+        for raw in tables:
+            if self.target in raw.columns and len(raw.columns[self.target]) == 0:
+                faults.add(str(refuse(Path(raw.where), "has no rows", "at least one")))
 
 
 def load_table(
@@ -74,113 +120,79 @@ def load_table(
     columns: Sequence[str] = (),
     drop: Sequence[str] = (),
     classes: Sequence[str] | None = None,
+    schema: TableSchema = EMPTY,
+    target_kind: str = CLASS,
+    entrance: Entrance = PYTHON,
 ) -> Dataset:
     """Read a user's table from .csv, .csv.gz, .parquet or .npz.
 
-    Features are all columns except the target, `columns` (kept for splitting) and `drop`. Numbers and booleans
-    become float32, NaN where missing. A text column with at most 20 different values becomes one 0/1 feature per
-    value, all 0 where missing. Text columns with more values, and text among numbers, are rejected. Sites may have
-    different categories: `nestfed.data.encoding` aligns them. An .npz file has the features in the array x and the
-    labels in the array called `target`.
+    Features are all columns except the target, `columns` (kept for splitting) and `drop`. `schema` says what they are;
+    columns that it does not name are detected (`nestfed.data.detect`). Numbers, booleans, ordered categories and dates
+    become float32, NaN where missing. A column of text becomes one 0/1 feature per category, all 0 where missing. Sites may
+    have different categories: `nestfed.data.encoding` aligns them. An .npz file has the features in the array x and the
+    labels in the array called `target`. All that is wrong with the file is in one error.
 
     With `classes`, y is the position of the label in `classes`, and any other label is rejected. Sites with one file
     each should pass it, so that y means the same at every site. Without it, whole numbers from 0 are kept, False and
     True become 0 and 1, and other values become 0, 1, … in sorted order if there are at least two. `Dataset.classes`
-    names each y. A table with a single class is allowed if it is clear which one it is.
+    names each y. A table with a single class is allowed if it is clear which one it is. With target_kind = "number", y is
+    the target as numbers.
     """
-    path = Path(path)
-    return as_dataset(path, read_columns(path), target, columns=columns, drop=drop, classes=classes)
+    roles = Roles(
+        target, tuple(columns), tuple(drop), None if classes is None else tuple(map(str, classes)), target_kind
+    )
+    faults = Faults(entrance)
+    raw = read_table(path, schema.form, schema.as_text)
+    if raw.where.lower().endswith(".npz"):
+        return _from_npz(raw, roles, faults)
+    (found,) = as_datasets([raw], roles, schema, faults)
+    for note in found.notes:
+        LOG.warning("%s", note)
+    return found
 
 
-def read_columns(path: Path) -> dict[str, Any]:
-    """Return the columns of a table's file, or the arrays of an .npz, unchanged."""
-    readers = {".csv": _csv, ".csv.gz": _csv, ".parquet": _parquet, ".npz": _npz}
-    reader = next((r for suffix, r in readers.items() if path.name.lower().endswith(suffix)), None)
-    if reader is None:
-        raise NestfedError(f"{path} is not a table: expected a name that ends in {', '.join(readers)}.")
-    if not path.is_file():
-        raise NestfedError(
-            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}: expected a file with a table."
-        )
-    if path.stat().st_size == 0:
-        raise refuse(path, "is empty", "a table")
-    return reader(path)
+def as_datasets(tables: Sequence[Raw], roles: Roles, schema: TableSchema, faults: Faults) -> list[Dataset]:
+    """Turn tables with the same columns into features and labels; raise everything that is wrong in one error."""
+    roles.check(tables, faults)
+    schema, made, notes = tables_of(tables, schema.decided(), faults, roles.names)
+    found = []
+    for raw, (x, columns) in zip(tables, made):
+        if roles.target not in raw.columns:
+            continue
+        with faults.noting():
+            y, names = _target(raw, roles, schema, faults)
+            kept = {name: plain(raw.columns[name]) for name in roles.columns if name in raw.columns}
+            if x.shape[1]:
+                found.append(Dataset(x, y, kept, columns, names, schema, notes))
+    faults.check()
+    return found
 
 
-def as_dataset(
-    path: Path,
-    table: Mapping[str, Any],
-    target: str,
-    *,
-    columns: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    classes: Sequence[str] | None = None,
-) -> Dataset:
-    """Turn the output of `read_columns` into features and labels, as `load_table` describes."""
-    for name in (target, *columns, *drop):
-        require_column(path, name, table)
-    if both := {target} & {*columns, *drop} or set(columns) & set(drop):
-        raise NestfedError(f"Column {both.pop()!r} of {path} has two roles: name it once as target, column or drop.")
-    kept = {name: column for name, column in table.items() if name not in {target, *columns, *drop}}
-    if len(table[target]) == 0:
-        raise refuse(path, "has no rows", "at least one")
-    x, schema = _arrays(path, kept) if path.name.lower().endswith(".npz") else table_of(str(path), kept)
-    y, names = _labels(path, target, table[target], classes)
-    if len(x) != len(y):
-        raise refuse(path, f"holds {len(x):,} examples and {len(y):,} labels", "one label per example")
-    return Dataset(x, y, {name: _plain(table[name]) for name in columns}, schema, names)
+def tables_of(
+    tables: Sequence[Raw], schema: TableSchema, faults: Faults, roles: Sequence[str] = ()
+) -> tuple[TableSchema, list[tuple[Array, Schema]], tuple[str, ...]]:
+    """Return how to read some tables, their features as numbers, and notes on what was detected."""
+    found = detect(tables, schema, roles, faults)
+    notes = [note for raw in tables for note in raw.notes]
+    notes += [f"Column {name!r}: {note}." for name, note in found.notes.items()]
+    holders = {name: raw.inside for raw in reversed(tables) for name in raw.columns}
+    made = []
+    for raw in tables:
+        one = Reading(raw.as_text(found.schema.as_text), found.schema, faults, holders=holders)
+        made.append(one.features())
+        notes += one.notes
+    return found.schema, made, tuple(dict.fromkeys(notes))
 
 
-def _csv(path: Path) -> dict[str, Any]:
-    pd = _pandas()
-
-    def read(**options: Any) -> Any:
-        with reading(path, "a table of comma-separated values in UTF-8"), path.open("rb") as raw:
-            stream = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
-            with warnings.catch_warnings():  # rows longer than the header must not be cut silently
-                warnings.simplefilter("error", pd.errors.ParserWarning)
-                return pd.read_csv(bounded(stream, path, MOST_BYTES), **options)
-
-    # read the header as a row: pandas silently renames the second of two equal names
-    names = [str(name).strip() for name in read(header=None, dtype=str, na_filter=False, nrows=1).iloc[0]]
-    _distinct(path, names)
-    frame = read(header=0, names=names, index_col=False, low_memory=False)
-    return {name: frame[name] for name in names}
-
-
-def _parquet(path: Path) -> dict[str, Any]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as e:
-        raise NestfedError(f"Reading {path} needs pyarrow: pip install 'nestfed[parquet]'.") from e
-    with reading(path, "a Parquet file"), parquet.ParquetFile(path) as file:
-        if file.metadata.num_rows * file.metadata.num_columns * 8 > MOST_BYTES:
-            raise refuse(path, f"declares {file.metadata.num_rows:,} rows", f"at most {MOST_BYTES:,} bytes of content")
-        arrow = file.read()
-        names = [str(name) for name in arrow.column_names]
-        _distinct(path, names)
-        frame = arrow.to_pandas(ignore_metadata=True)
-    return {name: frame[name] for name in names}
-
-
-def _npz(path: Path) -> dict[str, Any]:
-    arrays = read_npz(path, MOST_BYTES)
-    require_column(path, "x", arrays)
-    lengths = {name: len(a) if a.ndim else -1 for name, a in arrays.items()}
-    if any(length != lengths["x"] for length in lengths.values()):
-        raise refuse(path, f"holds arrays of different lengths {lengths}", "one row per example")
-    return dict(arrays)
-
-
-def _distinct(path: Path, names: Sequence[str]) -> None:
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise NestfedError(f"{path} has two columns called {twice[0]!r}: rename one of them.")
-
-
-def require_column(path: Path, name: str, table: Mapping[str, Any]) -> None:
-    """Reject a file without this column, and suggest the nearest name."""
-    if name not in table:
-        raise unknown("column", name, table, owner=str(path))
+def _from_npz(raw: Raw, roles: Roles, faults: Faults) -> Dataset:
+    """Turn the arrays of an .npz into a dataset."""
+    roles.check([raw], faults)
+    faults.check()
+    path = Path(raw.where)
+    x, schema = _arrays(path, {name: column for name, column in raw.columns.items() if name not in roles.names})
+    y, names = _target(raw, roles, EMPTY, faults)
+    faults.check()
+    return Dataset(x, y, {name: plain(raw.columns[name]) for name in roles.columns}, schema, names)
 
 
 def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, Schema]:
@@ -194,50 +206,7 @@ def _arrays(path: Path, kept: Mapping[str, Array]) -> tuple[Array, Schema]:
         raise refuse(path, f"holds x as {x.dtype} of shape {x.shape}", "numbers of shape (n, features)")
     if x.dtype == np.uint8 and x.ndim > 2:
         return x, ()
-    return _finite(str(path), "x", x), numbered(x.shape[1]) if x.ndim == 2 else ()
-
-
-def table_of(where: str, columns: Mapping[str, Any]) -> tuple[Array, Schema]:
-    """Return the columns of a data frame as numbers with their schema; `where` names the table in errors."""
-    types = _pandas().api.types
-    made: dict[Column, Array] = {}
-    for name, column in columns.items():
-        if column.dtype == object and types.infer_dtype(column, skipna=True) == "boolean":
-            column = column.astype("boolean")  # a missing value must not turn booleans into text
-        if types.is_bool_dtype(column.dtype) or types.is_numeric_dtype(column.dtype):
-            if column.dtype.kind == "c":
-                raise NestfedError(f"Column {name!r} of {where} holds complex numbers: drop it.")
-            made[Column(name)] = _finite(where, name, column.to_numpy(np.float64, na_value=np.nan))[:, None]
-        elif types.is_datetime64_any_dtype(column.dtype) or types.is_timedelta64_dtype(column.dtype):
-            raise NestfedError(f"Column {name!r} of {where} holds times: turn it into a number, or drop it.")
-        else:
-            kind, values = one_hot(name, _texts(where, name, column))
-            made[kind] = values
-    if not any(map(len, made)):
-        raise NestfedError(f"{where} has no column left for features: expected at least one beside the target.")
-    return np.concatenate(list(made.values()), 1), tuple(made)
-
-
-def _texts(where: str, name: str, column: Any) -> Any:
-    """Return a text column, or raise an error if it cannot become features."""
-    known = column.dropna()
-    if len(known) and not all(isinstance(v, str | bool | int | float) for v in known):
-        raise NestfedError(f"Column {name!r} of {where} holds neither numbers nor texts: drop it.")
-    values = known.astype(str)
-    odd = np.flatnonzero(_pandas().to_numeric(values, errors="coerce").isna())
-    if 0 < 2 * len(odd) <= len(values) and str(column.dtype) != "category":
-        row = int(np.flatnonzero(column.notna())[odd[0]])
-        at = f"line {row + 2}" if where.lower().endswith((".csv", ".csv.gz")) else f"row {row + 1}"  # line 1: header
-        raise NestfedError(
-            f"Column {name!r} of {where} holds the text {values.iloc[odd[0]][:40]!r} in {at} where its other values are "
-            "numbers: write a number there, or leave it empty if it is missing."
-        )
-    if (count := values.nunique()) > MOST_VALUES:
-        raise NestfedError(
-            f"Column {name!r} of {where} holds {count:,} different texts such as {values.iloc[0][:40]!r}, expected "
-            f"numbers or at most {MOST_VALUES} texts: correct it, drop it, or keep it as a column to split by."
-        )
-    return column.astype(object).where(column.isna(), column.astype(str))
+    return finite(str(path), "x", x), numbered(x.shape[1]) if x.ndim == 2 else ()
 
 
 def one_hot(name: str, column: Any) -> tuple[Column, Array]:
@@ -247,27 +216,41 @@ def one_hot(name: str, column: Any) -> tuple[Column, Array]:
     return Column(name, found), (values[:, None] == np.array(found, object)).astype(np.float32).reshape(len(values), -1)
 
 
-def _finite(where: str, name: str, values: Array) -> Array:
-    with np.errstate(over="ignore"):
-        narrow: Array = values.astype(np.float32)
-    if np.isinf(narrow).any():
-        raise NestfedError(
-            f"Column {name!r} of {where} holds infinite values: replace them with numbers or leave them empty."
-        )
-    return narrow
-
-
-def _labels(path: Path, target: str, column: Any, classes: Sequence[str] | None) -> tuple[Array, tuple[str, ...]]:
-    where = f"Target {target!r} of {path}"
+def _target(raw: Raw, roles: Roles, schema: TableSchema, faults: Faults) -> tuple[Array, tuple[str, ...]]:
+    """Return the target of every row, and the names of its classes; none if it is a number."""
+    marks = (*schema.missing, *(schema.columns[roles.target].missing if roles.target in schema.columns else ()))
+    column = raw.columns[roles.target]
     series = _pandas().Series(column) if isinstance(column, np.ndarray) and column.ndim == 1 else column
+    where = f"Target {roles.target!r} of {raw.where}"
     if getattr(series, "ndim", 1) != 1:
         raise NestfedError(f"{where} has the shape {series.shape}, expected one label per example.")
+    if roles.kind == NUMBER:
+        return _number_target(where, series, marks, raw, faults), ()
+    if marks:
+        series = series.where(~series.map(lambda v: spaced(str(label_of(v)))).isin(marks))
     if missing := int(series.isna().sum()):
         raise NestfedError(
             f"{where} is missing in {missing:,} of {len(series):,} rows: fill it in or remove these rows."
         )
+    return _labels(where, series, roles.classes)
+
+
+def _number_target(where: str, series: Any, marks: tuple[str, ...], raw: Raw, faults: Faults) -> Array:
+    values, odd = numbers(series, marks)
+    if odd:
+        row, text = next(iter(odd.items()))
+        faults.add(f"{where} holds the text {text[:40]!r} in {raw.line(row)}, expected numbers.")
+    elif missing := int((~np.isfinite(values)).sum()):
+        faults.add(
+            f"{where} is missing or infinite in {missing:,} of {len(values):,} rows: fill it in or remove these rows."
+        )
+    return values
+
+
+def _labels(where: str, series: Any, classes: Sequence[str] | None) -> tuple[Array, tuple[str, ...]]:
+    """Return each label's position among the classes, and the names of the classes."""
     types = _pandas().api.types
-    values = [label_of(v) for v in series.tolist()]
+    values = [spaced(label_of(v)) for v in series.tolist()]
     found = set(values)
     if classes is not None:
         names = tuple(map(str, classes))
@@ -296,12 +279,7 @@ def _sorted_names(where: str, found: set[str], numeric: bool) -> tuple[str, ...]
     return tuple(sorted(found, key=float) if numeric else sorted(found))
 
 
-def label_of(value: Any) -> str:
-    """Return the name of a label: 1, 1.0 and "1" are the same."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
-def _plain(column: Any) -> Array:
+def plain(column: Any) -> Array:
     """Return a column to split by as whole numbers or text; a missing value is the text "unknown"."""
     if isinstance(column, np.ndarray):
         return column

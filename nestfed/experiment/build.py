@@ -14,12 +14,13 @@ from nestfed import algorithms, models
 from nestfed.core import OBJECTIVES, Algorithm, Metric, NestfedError
 from nestfed.data.clients import Totals
 from nestfed.data.partition import Summary
+from nestfed.data.tables import NUMBER
 from nestfed.engine.simulate import named_numbers
 from nestfed.engine.warm_up import WarmUp
 from nestfed.experiment.own import OwnExperiment
 from nestfed.experiment.prepare import Held, Prepared, prepare
 from nestfed.experiment.spec import AlgorithmSpec, Experiment, ServerSpec, hyper_parameters
-from nestfed.metrics import judge, judge_pooled
+from nestfed.metrics import ErrorTotals, judge, judge_pooled
 from nestfed.problems.flat import channels_last
 from nestfed.problems.objective import Generated, Labelled, Objective, Setting
 
@@ -61,7 +62,7 @@ def assemble(experiment: Experiment, seed: int | None = None) -> Assembly:
     if isinstance(experiment, OwnExperiment):
         return _own(experiment, seed)
     if isinstance(objective, Labelled):
-        prepared = prepare(experiment.data, experiment.partition, seed)
+        prepared = prepare(experiment.data, experiment.partition, seed, experiment.schema)
         return labelled(experiment, prepared, prepared.positive_rate, seed)
     if not isinstance(objective, Generated):
         raise NestfedError(
@@ -136,7 +137,7 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     """
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
-    several = prepared.y.dim() == 2
+    several, numeric = prepared.y.dim() == 2, experiment.data.target_kind == NUMBER
     binary = prepared.classes == 2 and not several
     shape = tuple(prepared.x.shape[1:])
     model = models.build(
@@ -150,6 +151,9 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
             has = "several labels" if several else "one label"
             wants = "multi-label-auroc or multi-label-ap" if several else "a problem for one label, such as auroc"
             raise NestfedError(f"{objective.name} cannot learn from {has} per example: set problem.name to {wants}.")
+        if objective.numeric != numeric:
+            needs = f"{objective.name} needs a {'number' if objective.numeric else 'class'} as its target"
+            raise NestfedError(f"{needs}: set data.target_kind = '{'number' if objective.numeric else 'class'}'.")
         if objective.binary and not binary:
             raise NestfedError(f"{objective.name} needs two classes, not {prepared.classes}: set data.binary = true.")
         return objective.build(
@@ -175,11 +179,15 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     metric = objective.metric(prepared.classes)
     wanted = experiment.evaluation.metric or metric
     on = partial(evaluate, prepared=prepared, device=device, log_odds=objective.log_odds, metric=wanted)
+    if numeric:
+        on = partial(_judged_number, prepared=prepared, device=device)
     validation = None if prepared.validation is None else partial(on, held=prepared.validation)
     ranks = partial(scored, prepared=prepared, held=prepared.test, device=device) if binary else None
     held = prepared.validation
-    # Rows are resampled by class, which several labels do not have.
-    validated = None if held is None or several else partial(scored, prepared=prepared, held=held, device=device)
+    # Rows are resampled by class, which several labels and numbers do not have.
+    validated = (
+        None if held is None or several or numeric else partial(scored, prepared=prepared, held=held, device=device)
+    )
     test = partial(on, held=prepared.test)
 
     def by_client(model: Any) -> dict[str, Metrics]:
@@ -218,6 +226,12 @@ def evaluate(
     if held.parts:
         return judge_pooled(scores, labels, held.parts, log_odds=log_odds, metric=metric)
     return judge(scores, labels, log_odds=log_odds, metric=metric)
+
+
+def _judged_number(model: Callable[[Tensor], Tensor], prepared: Prepared, held: Held, device: str = "cpu") -> Metrics:
+    """Return RMSE, MAE and R² on held-out examples."""
+    scores, targets = scored(model, prepared, held, device)
+    return ErrorTotals.of(scores, targets, float(targets.mean()) if len(targets) else 0.0).metrics()
 
 
 def scored(

@@ -14,7 +14,11 @@ from nestfed.core import NestfedError, one_of, unknown
 from nestfed.data import partition
 from nestfed.data.clients import mean_rate
 from nestfed.data.encoding import Schema, encode, flat, numbered
+from nestfed.data.faults import FILE
+from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.data.sources import Dataset, load, load_table
+from nestfed.data.split import TEST, VALIDATION, aside, late
+from nestfed.data.tables import NUMBER, TARGETS
 
 _TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -64,12 +68,29 @@ class DataSpec:
     split: int = 0
     """The seed of the test set. It is independent of run.seed, so tuning with other seeds never sees test rows."""
     group: str = ""
-    """Keep rows with equal values in this column on one side of a split; by default "patient", if it exists."""
+    """Keep rows with equal values in this column on one side of every split, at all sites; by default "patient", if it exists."""
+    split_by: str = ""
+    """A column of dates or numbers: rows from `test_from` on are the test rows. It is not a feature."""
+    test_from: str = ""
+    """Where the test rows begin: a year, month or day, as in 2020, 2020-06 or 2020-06-30, or a number."""
+    leave_out: str = ""
+    """A site whose rows are the test rows: a value of partition.column, or the name of a site with its own table."""
+    target_kind: str = "class"
+    """What the target is: class, or number for regression."""
     limit: int = 0
     """The largest number of training examples, for quick tests; 0 = all."""
 
     def __post_init__(self) -> None:
         one_of("data.held_out", self.held_out, ("central", "clients"))
+        one_of("data.target_kind", self.target_kind, TARGETS)
+        if bool(self.split_by) != bool(self.test_from):
+            raise NestfedError(
+                "data.split_by and data.test_from belong together: name a column of dates, and where its test rows begin."
+            )
+        if self.split_by and self.leave_out:
+            raise NestfedError(
+                "data.leave_out and data.split_by choose the test rows in two ways: leave one of them out."
+            )
 
 
 @dataclass(frozen=True)
@@ -124,13 +145,13 @@ class Prepared:
         return x if self.transform is None else self.transform(x)
 
 
-def prepare(data: DataSpec, parts: PartitionSpec, seed: int) -> Prepared:
-    """Load, label, hold out, remove, divide and scale.
+def prepare(data: DataSpec, parts: PartitionSpec, seed: int, schema: TableSchema = EMPTY) -> Prepared:
+    """Load, label, hold out, remove, divide and scale. `schema` says what the columns of data.file are.
 
     The test set is that of the dataset, or else a share drawn with `data.split`. With held_out = "clients", the training
     examples of the dataset are divided first, and each client holds out a share for testing and validation.
     """
-    return divide(data, *load_examples(data), parts, seed)
+    return divide(data, *load_examples(data, schema), parts, seed, form=schema.date_format(data.split_by))
 
 
 def divide(
@@ -141,16 +162,24 @@ def divide(
     seed: int,
     *,
     scaling: Scaling | None = None,
+    site: str = "",
+    form: str = "",
 ) -> Prepared:
-    """Do all of `prepare` except loading. `scaling` replaces the scaling computed from these examples."""
+    """Do all of `prepare` except loading.
+
+    - `scaling` replaces the scaling computed from these examples.
+    - `site`: the name of the site whose table this is, if it is one site's.
+    - `form`: the format of the dates in `data.split_by`.
+    """
     labels, classes = _labels(whole.y, len(whole.classes), data)
-    several = labels.ndim == 2
-    if several:
-        _check_several(data, parts)
+    several, numeric = labels.ndim == 2, data.target_kind == NUMBER
+    if several or numeric:
+        _check_several(data, parts, "a number as its target" if numeric else "several labels per example")
     _check_removal(data, classes)
-    strata = np.zeros(len(labels), np.int64) if several else labels
+    strata = np.zeros(len(labels), np.int64) if several or numeric else labels
+    chosen = _protocol(data, whole, parts, site, form)
     owners = _Owners.divide(parts, whole, strata, seed) if data.held_out == "clients" else None
-    rows = _choose(data, whole, strata, owners, own_test=test is None, seed=seed)
+    rows = _choose(data, whole, strata, owners, chosen, own_test=test is None, seed=seed)
     if owners is None:
         shares, names = _divide(parts, {k: v[rows.train] for k, v in whole.columns.items()}, strata[rows.train], seed)
     else:
@@ -176,7 +205,7 @@ def divide(
         held(rows.validation) if len(rows.validation) else None,
         classes,
         later,
-        _summary(data, whole, shares, strata[rows.train], names, several),
+        _summary(data, whole, shares, strata[rows.train], names, several or numeric),
     )
 
 
@@ -220,10 +249,18 @@ class _Rows:
 
 
 def _choose(
-    data: DataSpec, whole: Dataset, labels: np.ndarray, owners: _Owners | None, *, own_test: bool, seed: int
+    data: DataSpec,
+    whole: Dataset,
+    labels: np.ndarray,
+    owners: _Owners | None,
+    chosen: np.ndarray | None,
+    *,
+    own_test: bool,
+    seed: int,
 ) -> _Rows:
     """Hold out test and validation rows, then drop training rows (`remove`, `limit`).
 
+    - `chosen`: the test rows of a temporal split, or of one that leaves a site out.
     - `own_test`: the dataset has no test set, so some of its rows become one.
     """
     strata = labels
@@ -232,9 +269,9 @@ def _choose(
     rows = np.arange(len(whole))
     test = validation = rows[:0]
     if own_test or owners is not None:
-        rows, test = _aside(data, whole, strata, rows, data.test, data.split)
+        rows, test = _aside(data, whole, strata, rows, data.test, data.split, TEST, chosen)
     if data.validation:
-        rows, validation = _aside(data, whole, strata, rows, data.validation, seed)
+        rows, validation = _aside(data, whole, strata, rows, data.validation, seed, VALIDATION)
     if data.remove:
         rows = rows[partition.remove(labels[rows], int(data.remove == "positive"), data.fraction, seed)]
     if data.limit and len(rows) > data.limit:
@@ -274,15 +311,23 @@ def as_table(data: Dataset) -> tuple[np.ndarray, Schema]:
     return data.x, data.schema or numbered(flat(data.x[:1]).shape[1])
 
 
-def load_examples(data: DataSpec) -> tuple[Dataset, Dataset | None]:
+def load_examples(data: DataSpec, schema: TableSchema = EMPTY) -> tuple[Dataset, Dataset | None]:
     """Return the examples that [data] names, and the dataset's own test set, if any."""
     if bool(data.name) == bool(data.file):
         raise NestfedError("[data] needs either a name or a file: set data.name or data.file.")
     if data.file:
         if not data.target:
             raise NestfedError(f"data.target must name the column of {data.file} to predict.")
+        columns = dict.fromkeys(filter(None, [*data.columns, data.group, data.split_by]))
         table = load_table(
-            Path(data.file), data.target, columns=data.columns, drop=data.drop, classes=data.classes or None
+            Path(data.file),
+            data.target,
+            columns=[*columns],
+            drop=data.drop,
+            classes=data.classes or None,
+            schema=schema,
+            target_kind=data.target_kind,
+            entrance=FILE,
         )
         return table, None
     split = load(data.name, data.folder or None)
@@ -297,6 +342,8 @@ def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, in
     """Return the labels to learn and the number of classes; with two classes, 1 is positive."""
     if y.ndim == 2:
         return np.array(y, dtype=np.float32), classes
+    if data.target_kind == NUMBER:
+        return np.array(y, dtype=np.float32), 1
     if not (data.binary or data.positive):
         return np.array(y, dtype=np.int64), classes
     positive = data.positive or tuple(range(classes // 2, classes))
@@ -305,18 +352,17 @@ def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, in
     return np.isin(y, positive).astype(np.int64), 2
 
 
-def _check_several(data: DataSpec, parts: PartitionSpec) -> None:
-    """Reject what needs one label per example."""
+def _check_several(data: DataSpec, parts: PartitionSpec, what: str) -> None:
+    """Reject what needs one class per example; the data have `what`."""
+    name = data.name or data.file
     for setting, used in (("binary", data.binary), ("positive", data.positive), ("remove", data.remove)):
         if used:
-            raise NestfedError(
-                f"data.{setting} needs one label per example, but {data.name} has several: leave it out."
-            )
+            raise NestfedError(f"data.{setting} needs one class per example, but {name} has {what}: leave it out.")
     if data.held_out == "clients":
-        raise NestfedError(f"{data.name} has several labels per example: set data.held_out = 'central'.")
+        raise NestfedError(f"{name} has {what}: set data.held_out = 'central'.")
     if parts.kind in BY_CLASS:
         raise NestfedError(
-            f"partition.kind = {parts.kind!r} needs one label per example, but {data.name} has several: use even, column or pooled."
+            f"partition.kind = {parts.kind!r} needs one class per example, but {name} has {what}: use even, column or pooled."
         )
 
 
@@ -328,17 +374,44 @@ def _check_removal(data: DataSpec, classes: int) -> None:
 
 
 def _aside(
-    data: DataSpec, whole: Dataset, strata: np.ndarray, rows: np.ndarray, share: float, seed: int
+    data: DataSpec,
+    whole: Dataset,
+    strata: np.ndarray,
+    rows: np.ndarray,
+    share: float,
+    seed: int,
+    purpose: str,
+    chosen: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hold out a share of some rows: by patient if patients are known, otherwise by strata."""
-    group = data.group or ("patient" if "patient" in whole.columns else "")
-    if not group:
-        rest, held = partition.hold_out(len(rows), share, seed, labels=strata[rows])
-    else:
-        rest, held = partition.hold_out(
-            len(rows), share, seed, groups=_column("data.group", group, whole.columns)[rows]
+    """Hold out some of some rows: by patient if patients are known, otherwise by strata."""
+    name = data.group or ("patient" if "patient" in whole.columns else "")
+    group = _column("data.group", name, whole.columns)[rows] if name else None
+    of = None if chosen is None else chosen[rows]
+    rest, held = aside(len(rows), share, seed, purpose, strata=strata[rows], group=group, chosen=of)
+    if (of is None or purpose != TEST) and not (len(rest) and len(held)):
+        raise NestfedError(
+            f"A split by {name} leaves no {purpose if len(rest) else 'training'} rows: it needs more groups, or another "
+            f"seed ({'data.split' if purpose == TEST else 'run.seed'})."
         )
     return rows[rest], rows[held]
+
+
+def _protocol(data: DataSpec, whole: Dataset, parts: PartitionSpec, site: str, form: str) -> np.ndarray | None:
+    """Return the test rows of a temporal split, or of one that leaves a site out; None for a random split."""
+    if data.split_by:
+        return late(
+            _column("data.split_by", data.split_by, whole.columns), data.test_from, data.split_by, data.file, form
+        )
+    if not data.leave_out:
+        return None
+    if site:
+        return np.full(len(whole), site == data.leave_out)
+    if parts.kind != "column":
+        raise NestfedError("data.leave_out names a value of partition.column: set partition.kind = 'column'.")
+    places = _column("partition.column", parts.column, whole.columns).astype(str)
+    if data.leave_out not in places:
+        raise unknown("site", data.leave_out, np.unique(places).tolist(), owner="data.leave_out: the dataset")
+    return np.asarray(places == data.leave_out)
 
 
 def _column(setting: str, name: str, columns: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -38,6 +38,8 @@ class Place:
     """The client's number."""
     file: str = ""
     """The site's own table; empty = part n of the experiment's dataset."""
+    name: str = ""
+    """The site's name, for a split that leaves one site out."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,21 @@ def parts_of(prepared: Prepared) -> dict[str, Held]:
 
 def own_table(experiment: Experiment, file: str) -> tuple[Dataset, Dataset | None]:
     """Read a site's file."""
-    return load_examples(replace(experiment.data, name="", file=file))
+    return load_examples(replace(experiment.data, name="", file=file), experiment.schema)
 
 
 def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     """Read a site's file and split off its test examples."""
-    return divided(experiment, *own_table(experiment, place.file))
+    return divided(experiment, *own_table(experiment, place.file), name=place.name)
 
 
-def divided(experiment: Experiment, whole: Dataset, test: Dataset | None = None) -> SiteExamples:
-    """Split a site's table into training and held-out examples."""
+def divided(experiment: Experiment, whole: Dataset, test: Dataset | None = None, name: str = "") -> SiteExamples:
+    """Split a site's table into training and held-out examples; `name`: the site's, for a split that leaves one out."""
     spec = replace(experiment.data, name="")
     images = whole.x.dtype == np.uint8
     raw: Callable[[np.ndarray], Tensor] | None = None if images else lambda x: torch.from_numpy(np.array(x))
-    made = divide(spec, whole, test, PartitionSpec("pooled"), experiment.run.seed, scaling=raw)
+    form = experiment.schema.date_format(spec.split_by)
+    made = divide(spec, whole, test, PartitionSpec("pooled"), experiment.run.seed, scaling=raw, site=name, form=form)
     names = ("negative", "positive") if spec.binary or spec.positive else whole.classes
     stated = bool(spec.binary or spec.positive or spec.classes)
     return SiteExamples(made, () if images else as_table(whole)[1], names, stated)
@@ -169,7 +172,7 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
 
 def _part(experiment: Experiment, n: int, clients: int) -> Prepared:
     """Return part n of the experiment's dataset as the examples of one site."""
-    prepared = prepare(experiment.data, experiment.partition, experiment.run.seed)
+    prepared = prepare(experiment.data, experiment.partition, experiment.run.seed, experiment.schema)
     if not 0 <= n < len(prepared.parts):
         raise NestfedError(
             f"The dataset has {len(prepared.parts)} parts, so the client must be 0 to {len(prepared.parts) - 1}, not {n}."

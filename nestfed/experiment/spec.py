@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nestfed.core import EXPERIMENTS, NestfedError, Power, one_of, unknown, whole
+from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.engine.options import Evaluation, Exchange, Execution, Gaussian
 from nestfed.experiment.prepare import DataSpec, PartitionSpec
 from nestfed.experiment.study import SitesSpec, StudySpec
@@ -95,6 +96,8 @@ class Experiment:
     """An experiment, and the methods to compare on it."""
 
     data: DataSpec = DataSpec()
+    schema: TableSchema = EMPTY
+    """What the columns of data.file are; those that it does not name are detected."""
     partition: PartitionSpec = PartitionSpec()
     model: ModelSpec = ModelSpec()
     problem: Objective = Objective()
@@ -146,7 +149,7 @@ class Experiment:
         """Return every setting, defaults included, as plain data."""
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k != "source"}
         settings["model"] = {"name": self.model.name, **self.model.options}
-        settings |= _named(self)
+        settings |= _named(self) | {"schema": self.schema.to_tables()}
         if not self.server.name:
             del settings["server"]
         settings["warm_up"] = {
@@ -321,6 +324,7 @@ def difference(now: Mapping[str, Any], before: Mapping[str, Any], where: str = "
 
 _SECTIONS: dict[str, type] = {
     "data": DataSpec,
+    "schema": TableSchema,
     "partition": PartitionSpec,
     "model": ModelSpec,
     "problem": Objective,
@@ -468,6 +472,11 @@ def _section(section: str, cls: type, table: Any) -> Any:
         return _made(section, cls, dict(table))
     if cls is Objective:
         return _objective(section, table)
+    if cls is TableSchema:
+        try:
+            return TableSchema.from_tables(table)
+        except NestfedError as error:
+            raise _SettingError(section, "", str(error)) from error
     inner: dict[str, Any] = {}
     if cls is WarmUpSpec:
         inner = {k: _section(f"{section}.{k}", _OF_WARM_UP[k], v) for k, v in table.items() if k in _OF_WARM_UP}

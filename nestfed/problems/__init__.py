@@ -4,6 +4,7 @@ from nestfed.core import OBJECTIVES
 from nestfed.problems.base import Ball, Box, Compositional, Conditional, Direct, Minimax, Minimize, Modelled, Simplex
 
 OBJECTIVES.add("classify", "nestfed.problems.classify:ClassifyOptions")
+OBJECTIVES.add("regress", "nestfed.problems.regress:RegressOptions")
 OBJECTIVES.add("auroc", "nestfed.problems.auroc:AUROCOptions")
 OBJECTIVES.add("auprc", "nestfed.problems.auprc:AUPRCOptions")
 OBJECTIVES.add("agnostic", "nestfed.problems.agnostic:AgnosticOptions")

@@ -40,6 +40,8 @@ class Labelled(Objective, ABC):
     """Labels must be 0 and 1."""
     several: ClassVar[bool] = False
     """Every example has several labels, each 0, 1 or unknown (NaN)."""
+    numeric: ClassVar[bool] = False
+    """The target is a number, not a class."""
     log_odds: ClassVar[bool] = False
     """A single score is the log-odds of the positive class, so accuracy and log-loss are defined for it."""
     counted: ClassVar[bool] = False

@@ -30,6 +30,7 @@ QUERIES: Registry[Query] = Registry("query")
 for _query in (TABLE, CLASSES, SQUARES, SCORES):
     QUERIES.add(_query.name, _query)
 for _name, _place in {
+    "errors": "errors:ERRORS",
     "regression-facts": "newton:FACTS",
     "regression-sums": "newton:SUMS",
     "regression-outer": "newton:OUTER",

@@ -32,7 +32,8 @@ def _without_rare(reply: Arrays, min_cell: int) -> Arrays:
         first += len(column)
         if column.categories is not None:
             common = [i for i in range(len(column)) if reply["total"][places[i]] >= min_cell]
-            column = Column(column.name, tuple(column.categories[i] for i in common))
+            listed = tuple(column.categories[i] for i in common if i < len(column.categories))
+            column = Column(column.name, listed, len(listed) < len(common))
             places = [places[i] for i in common]
         kept += places
         schema.append(column)

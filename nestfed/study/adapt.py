@@ -24,11 +24,11 @@ from scipy.special import expit
 from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
 from nestfed.core import one_of
-from nestfed.data.tables import require_column
+from nestfed.data.readers import require_column
 from nestfed.queries.solve import Minimum, Sums, newton
 from nestfed.study.decide import Calibration
 from nestfed.study.model import WHAT, StudyModel
-from nestfed.study.rows import class_numbers, whole_table
+from nestfed.study.rows import class_numbers, how_to_read, whole_table
 from nestfed.study.sealed import reject_used
 from nestfed.study.sites import DataError
 
@@ -72,7 +72,8 @@ def adapt_file(
 ) -> Adapted:
     """Write the model adapted to the labelled rows of a table, as a model directory that names its parent's digest."""
     reject_used(out, WHAT, force=force)
-    model, table = StudyModel.load(place), whole_table(file)
+    model = StudyModel.load(place)
+    table = whole_table(file, how_to_read(model.encoding), [group])
     for name in (model.target, *([group] if group else [])):
         require_column(file, name, dict.fromkeys(map(str, table)))
     groups = table[group].astype(str).to_numpy() if group else None

@@ -8,7 +8,8 @@ import numpy as np
 from sklearn.utils.validation import _check_feature_names, _check_n_features, check_is_fitted
 from torch import Tensor
 
-from nestfed.data.encoding import Schema, numbered
+from nestfed.data.encoding import Schema, TableEncoding, numbered
+from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.study.sites import DataError, InputEncoding, as_table, inputs
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class TableInputs:
         named = X if hasattr(X, "columns") else pd.DataFrame(X, columns=[c.name for c in model.encoding.schema])
         return adapt_table(model, named, y, where="X", groups=None if groups is None else np.asarray(groups), way=way)
 
+    @property
+    def _table(self) -> TableSchema:
+        """How the training data were read."""
+        return self.scale_.table if isinstance(self.scale_, TableEncoding) else EMPTY
+
     def _without_sites(self, X: Any) -> tuple[Any, Any]:
         """Return X without the column that names the sites, and that column; None if X lacks it, as for prediction."""
         if hasattr(X, "columns"):
@@ -79,7 +85,7 @@ class TableInputs:
         unnamed = self.scale_.schema == numbered(len(self.scale_.schema))
         if hasattr(self, "feature_names_in_") or unnamed:
             _check_feature_names(self, X, reset=False)
-        values, schema = as_table(X)
+        values, schema = as_table(X, table=self._table)
         if not hasattr(X, "columns") and values.ndim == 2:
             _check_n_features(self, values, reset=False)
         return self._scaled(values, schema)

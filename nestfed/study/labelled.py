@@ -96,7 +96,11 @@ class _Labelled(TableInputs, ClassifierMixin, Federated):  # type: ignore[misc] 
         for site in sites:
             check_classification_targets(site.y)
         data = self._encode(sites)
-        return self._fit(data, None if eval_set is None else data.held_out(gather(eval_set, target=self.target)))
+        self.scale_ = data.encoding
+        held_out = None
+        if eval_set is not None:
+            held_out = data.held_out(gather(eval_set, target=self.target, table=self._table))
+        return self._fit(data, held_out)
 
     def _encode(self, sites: Sequence[Site]) -> Encoded:
         """Return the sites as inputs of this estimator's model."""
@@ -176,7 +180,7 @@ class _Labelled(TableInputs, ClassifierMixin, Federated):  # type: ignore[misc] 
         """Return labelled examples of one or several sites as model inputs."""
         if y is not None and self.site_column is not None:
             some, _ = self._without_sites(some)
-        sites = gather(some, y, None, self.target)
+        sites = gather(some, y, None, self.target, self._table)
         x = torch.cat([self._scaled(site.x, site.schema, site.where) for site in sites])
         return x, class_indices(np.concatenate([site.y for site in sites]), self.classes_)
 

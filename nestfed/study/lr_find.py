@@ -13,8 +13,8 @@ from sklearn.base import clone
 from torch import Tensor
 
 from nestfed import models
-from nestfed.core import DivergedError, NestfedError, whole
-from nestfed.data.partition import hold_out
+from nestfed.core import DivergedError, NestfedError, unknown, whole
+from nestfed.data.split import TEST, VALIDATION, aside
 from nestfed.experiment import choice
 from nestfed.metrics import find
 from nestfed.study.advice import NestfedWarning
@@ -130,17 +130,32 @@ def with_rows(sites: Sequence[Site]) -> list[Site]:
     return [site for site in sites if len(site)]
 
 
-def apart(sites: Sequence[Site], share: float, seed: int) -> tuple[list[Site], list[Site]]:
-    """Hold out a share of each site's rows: whole groups if a site has groups, otherwise by class."""
+def apart(
+    sites: Sequence[Site], share: float, seed: int, purpose: str = VALIDATION, *, leave_out: str = ""
+) -> tuple[list[Site], list[Site]]:
+    """Hold out a share of each site's rows: whole groups if sites have groups, otherwise by class.
+
+    Test rows may also be those of a temporal split (`Site.late`), or all rows of the site `leave_out`. A group is on one side
+    at all sites.
+    """
+    if leave_out and leave_out not in [site.name for site in sites]:
+        raise unknown("site", leave_out, [site.name for site in sites])
     rest, held = [], []
     for site in sites:
-        kept, aside = np.arange(len(site)), np.arange(0)
-        if len(site) >= SMALLEST and site.group is None:
-            kept, aside = hold_out(len(site), share, seed, labels=site.y)
-        elif len(site) >= SMALLEST and len(np.unique(np.asarray(site.group).astype(str))) > 1:
-            kept, aside = hold_out(len(site), share, seed, groups=site.group)
+        kept, out = np.arange(len(site)), np.arange(0)
+        chosen = site.late if purpose == TEST else None
+        if leave_out and purpose == TEST:
+            chosen = np.full(len(site), site.name == leave_out)
+        if chosen is not None or site.group is not None:
+            kept, out = aside(len(site), share, seed, purpose, group=site.group, chosen=chosen)
+        elif len(site) >= SMALLEST:
+            strata = site.y if site.y.dtype.kind != "f" else None
+            kept, out = aside(len(site), share, seed, purpose, strata=strata)
         rest.append(site.take(kept))
-        held.append(site.take(aside))
-    if not any(map(len, held)):
-        raise NestfedError(f"No site has {SMALLEST} rows, which is the minimum to hold out some for validation.")
+        held.append(site.take(out))
+    if not any(map(len, held)) or not any(map(len, rest)):
+        side = purpose if not any(map(len, held)) else "training"
+        raise NestfedError(
+            f"No {side} rows are left at any site: each site needs {SMALLEST} rows, or more groups, or another seed."
+        )
     return rest, held

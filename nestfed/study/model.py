@@ -129,8 +129,7 @@ class StudyModel:
 
     def inputs(self, table: pd.DataFrame, where: str = "The table", oddities: Oddities | None = None) -> Tensor:
         """Return the columns of a table as model inputs."""
-        schema = self.encoding.schema
-        return self.encoding(features(table, schema, where, oddities), schema, where).double()
+        return self.encoding(features(table, self.encoding, where, oddities), self.encoding.schema, where).double()
 
     def scores(self, inputs: Tensor) -> np.ndarray:
         """Return the scores of model inputs, (n,) or (n, classes)."""

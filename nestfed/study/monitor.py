@@ -25,13 +25,13 @@ from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2, norm
 
 from nestfed.core import NestfedError
-from nestfed.data.tables import require_column
+from nestfed.data.readers import require_column
 from nestfed.metrics import Estimate
 from nestfed.report.page import Table
 from nestfed.study.model import StudyModel
 from nestfed.study.performance import judged
 from nestfed.study.reference import Reference, summary_scores
-from nestfed.study.rows import Oddities, class_numbers, features, whole_table
+from nestfed.study.rows import Oddities, class_numbers, features, how_to_read, whole_table
 
 Verdict = Literal["changed", "same", "unclear"]
 LEVEL = 0.95
@@ -107,13 +107,14 @@ class Monitored:
 
 def monitor(place: Path, file: Path, labels: str = "") -> Monitored:
     """Compare the rows of a table with a model's training rows; `labels`: the column with the true classes, if known."""
-    model, table = StudyModel.load(place), whole_table(file)
+    model = StudyModel.load(place)
     if model.reference is None:
         raise NestfedError(
             f"The model in {place} has no statistics of its training rows: train it again with this version."
         )
-    oddities = Oddities()
-    values = features(table, model.encoding.schema, str(file), oddities)
+    how, oddities = how_to_read(model.encoding), Oddities()
+    table = whole_table(file, how)
+    values = features(table, model.encoding, str(file), oddities)
     scores = model.scores(model.encoding(values, model.encoding.schema).double())
     performance = None
     if labels:
@@ -122,7 +123,7 @@ def monitor(place: Path, file: Path, labels: str = "") -> Monitored:
             raise NestfedError("Performance is compared for models of two classes: leave --labels out.")
         y = class_numbers(table[labels], model.classes, f"Target {labels!r} of {file}")
         performance = judged(model, scores, y)
-    known = {column.name for column in model.encoding.schema} | {model.target, labels}
+    known = {*how.columns, model.target, labels}
     oddities.ignored = tuple(str(name) for name in table if name not in known)
     notes = oddities.sentences(model.encoding.schema)
     return Monitored(len(table), drift(model, values, scores), performance, notes)

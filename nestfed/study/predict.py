@@ -16,7 +16,7 @@ import pandas as pd
 from nestfed.core import NestfedError, unknown
 from nestfed.files import make_directory, written
 from nestfed.study.model import StudyModel
-from nestfed.study.rows import Oddities, pieces
+from nestfed.study.rows import Oddities, how_to_read, pieces
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def predict(
         stream = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         writer = csv.writer(stream)
         writer.writerow(head)
-        for table in pieces(file):
+        for table in pieces(file, how_to_read(model.encoding), keep):
             if not oddities.rows:
                 oddities.ignored = _ignored(file, table, model, keep)
             values = model.predictions(model.scores(model.inputs(table, str(file), oddities)), site)
@@ -82,7 +82,7 @@ def _ignored(file: Path, table: pd.DataFrame, model: StudyModel, keep: Sequence[
     for name in keep:
         if name not in table:
             raise unknown("column", name, map(str, table), owner=str(file))
-    used = {column.name for column in model.encoding.schema} | {model.target, *keep}
+    used = {*how_to_read(model.encoding).columns, model.target, *keep}
     return tuple(str(name) for name in table if name not in used)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +13,15 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import Tensor
 
 from nestfed.core import NestfedError
-from nestfed.data.encoding import Schema, TableEncoding, deviation, encode, numbered
+from nestfed.data.columns import Reading
+from nestfed.data.encoding import Schema, TableEncoding, deviation, encode, numbered, unseen
+from nestfed.data.faults import Faults
 from nestfed.data.partition import Summary
-from nestfed.data.tables import table_of
+from nestfed.data.readers import Raw
+from nestfed.data.schema import EMPTY, TableSchema
+from nestfed.data.tables import tables_of
 
+LOG = logging.getLogger(__name__)
 ALL = "all"
 """The name of the site if there is only one table."""
 
@@ -35,6 +41,10 @@ class Site:
     """The columns of a table; empty for images and other arrays of more than two axes."""
     group: np.ndarray | None = None
     """For each row, a value that stays on one side of a split, such as a patient."""
+    table: TableSchema = EMPTY
+    """How the columns of a data frame or file became numbers."""
+    late: np.ndarray | None = None
+    """For each row, whether a temporal split holds it out for testing."""
 
     def __len__(self) -> int:
         return len(self.x)
@@ -46,15 +56,17 @@ class Site:
 
     def take(self, rows: np.ndarray) -> Site:
         """Return some of its rows."""
-        group = None if self.group is None else self.group[rows]
-        return Site(self.name, self.x[rows], self.y[rows], self.schema, group)
+        group, late = (None if values is None else values[rows] for values in (self.group, self.late))
+        return replace(self, x=self.x[rows], y=self.y[rows], group=group, late=late)
 
 
-def gather(x: Any, y: Any = None, groups: Any = None, target: str | None = None) -> list[Site]:
+def gather(
+    x: Any, y: Any = None, groups: Any = None, target: str | None = None, table: TableSchema = EMPTY
+) -> list[Site]:
     """Return the sites in the user's data.
 
     Without `y`: a list of (X, y) or datasets, or a dict of them by name. With `y`: one site, or one for each value of
-    `groups`.
+    `groups`. `table`: how a model's training data were read, to read data frames in the same way.
     """
     if y is not None or _one_table(x):
         if y is None and target is None:
@@ -62,11 +74,11 @@ def gather(x: Any, y: Any = None, groups: Any = None, target: str | None = None)
                 "This estimator requires y to be passed, but the target y is None: use fit(X, y), or "
                 "fit([(X1, y1), (X2, y2), …]) with one entry for each site, or name the column with target=…."
             )
-        whole = _site(ALL, x if y is None else (x, y), target)
+        (whole,) = _alike([_divided(ALL, x if y is None else (x, y), target)], table)
         return [whole] if groups is None else _by_group(whole, groups)
     if groups is not None:
         raise DataError("groups is the site of each row, so it needs one X and y: fit(X, y, groups=…).")
-    return [_site(name, entry, target) for name, entry in _entries(x)]
+    return _alike([_divided(name, entry, target) for name, entry in _entries(x)], table)
 
 
 def _one_table(x: Any) -> bool:
@@ -118,9 +130,25 @@ def _entries(x: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _site(name: str, entry: Any, target: str | None) -> Site:
+@dataclass(frozen=True)
+class _Divided:
+    """One site's data, divided into features and labels."""
+
+    name: str
+    x: Any
+    y: np.ndarray
+    site: Site | None = None
+    """The site, if the user gave one."""
+
+    @property
+    def where(self) -> str:
+        """Its name in error messages."""
+        return "the data" if self.name == ALL else f"site {self.name}"
+
+
+def _divided(name: str, entry: Any, target: str | None) -> _Divided:
     if isinstance(entry, Site):
-        return entry
+        return _Divided(name, entry.x, entry.y, entry)
     where = "the data" if name == ALL else f"site {name}"
     if _is_pair(entry) and not _is_frame(entry):
         x, y = entry
@@ -134,13 +162,63 @@ def _site(name: str, entry: Any, target: str | None) -> Site:
         raise DataError(
             f"{where.capitalize()} is a {type(entry).__name__}, expected a pair (X, y), a dataset or a data frame."
         )
-    values, schema = as_table(x, where)
-    labels = column_or_1d(_array(y), warn=True)
-    if len(values) != len(labels):
-        raise DataError(
-            f"{where.capitalize()} has {len(values)} examples and {len(labels)} labels; the numbers must be equal."
-        )
-    return Site(name, values, labels, schema)
+    return _Divided(name, x, column_or_1d(_array(y), warn=True))
+
+
+def _site(name: str, entry: Any, target: str | None = None) -> Site:
+    return _alike([_divided(name, entry, target)])[0]
+
+
+def _alike(entries: Sequence[_Divided], table: TableSchema = EMPTY) -> list[Site]:
+    """Return the sites; what the columns of data frames are is decided for all sites together, or by `table`."""
+    frames = [one for one in entries if one.site is None and _is_frame(one.x)]
+    table, made = _as_tables([_raw(one.x, one.where, one.name) for one in frames], table)
+    read = {one.name: features for one, features in zip(frames, made)}
+    found = []
+    for one in entries:
+        if one.site is not None:
+            found.append(one.site)
+            continue
+        values, schema = read[one.name] if one.name in read else as_table(one.x, one.where)
+        if len(values) != len(one.y):
+            raise DataError(
+                f"{one.where.capitalize()} has {len(values)} examples and {len(one.y)} labels; the numbers must be equal."
+            )
+        found.append(Site(one.name, values, one.y, schema, table=table if one.name in read else EMPTY))
+    return found
+
+
+def _raw(x: Any, where: str, name: str = ALL) -> Raw:
+    """Return a data frame as a table to read."""
+    names = [str(c) for c in x.columns]
+    if len(set(names)) < len(names):
+        raise DataError(f"{where.capitalize()} has two columns with the same name.")
+    if not len(x):
+        raise DataError(f"Found array with 0 sample(s) in {where}, while a minimum of 1 is required.")
+    return Raw(where, {n: x.iloc[:, i] for i, n in enumerate(names)}, site="" if name == ALL else name)
+
+
+def _as_tables(
+    tables: Sequence[Raw], table: TableSchema = EMPTY
+) -> tuple[TableSchema, list[tuple[np.ndarray, Schema]]]:
+    """Return what the columns of data frames are, and their features; log what may surprise."""
+    if not tables:
+        return table, []
+    faults, notes = Faults(), []
+    if table:
+        readings = [Reading(raw, table, faults, strict=False) for raw in tables]
+        made = [one.features() for one in readings]
+        notes = [note for one in readings for note in one.notes]
+    else:
+        table, made, found = tables_of(tables, EMPTY, faults)
+        notes = list(found)
+    try:
+        faults.check()
+    except NestfedError as error:
+        raise DataError(str(error)) from None
+    for note in notes:
+        LOG.warning("%s", note)
+    return table, made
 
 
 def _columns(where: str, table: Mapping[Any, Any], target: str | None) -> tuple[Any, Any]:
@@ -182,16 +260,13 @@ def _array(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def as_table(x: Any, where: str = "the data") -> tuple[np.ndarray, Schema]:
-    """Return examples as an array of numbers, and its columns; those of a plain array are numbered."""
+def as_table(x: Any, where: str = "the data", table: TableSchema = EMPTY) -> tuple[np.ndarray, Schema]:
+    """Return examples as an array of numbers, and its columns; those of a plain array are numbered.
+
+    - `table`: how a model's training data were read, to read a data frame in the same way.
+    """
     if _is_frame(x):
-        names = [str(c) for c in x.columns]
-        if len(set(names)) < len(names):
-            raise DataError(f"{where.capitalize()} has two columns with the same name.")
-        values, schema = table_of(where, {n: x.iloc[:, i] for i, n in enumerate(names)})
-        if not len(values):
-            raise DataError(f"Found array with 0 sample(s) in {where}, while a minimum of 1 is required.")
-        return values, schema
+        return _as_tables([_raw(x, where)], table)[1][0]
     array = _array(x) if isinstance(x, Tensor) else x
     kept = check_array(array, allow_nd=True, ensure_all_finite="allow-nan", dtype="numeric", copy=False)
     return kept, numbered(kept.shape[1]) if kept.ndim == 2 else ()
@@ -202,11 +277,7 @@ def _by_group(whole: Site, groups: Any) -> list[Site]:
     if names.shape != (len(whole),):
         raise DataError(f"groups has shape {names.shape}, expected one site's name for each of {len(whole)} rows.")
     found = np.unique(names.astype(str))
-    return [
-        Site(str(name), whole.x[rows], whole.y[rows], whole.schema)
-        for name in found
-        for rows in [np.flatnonzero(names.astype(str) == name)]
-    ]
+    return [replace(whole.take(np.flatnonzero(names.astype(str) == name)), name=str(name)) for name in found]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -256,7 +327,7 @@ def common_encoding(sites: Sequence[Site], *, scaled: bool = True, mark_gaps: bo
             made = encode({site.name: (site.x, site.schema) for site in sites}, mark_gaps=scaled and mark_gaps)
         except NestfedError as error:
             raise DataError(str(error)) from None
-        return replace(made, scaled=scaled)
+        return replace(made, scaled=scaled, table=sites[0].table)
     shapes = {site.x.shape[1:] for site in sites}
     if len(shapes) > 1:
         raise DataError(f"The sites' examples have different shapes: {', '.join(map(str, sorted(shapes)))}.")
@@ -279,6 +350,8 @@ def inputs(encoding: InputEncoding, x: np.ndarray, schema: Schema, where: str = 
         plain = all(column.categories is None for column in encoding.schema)
         if schema == numbered(len(encoding.schema)) and plain:
             schema = encoding.schema
+        for note in unseen(encoding.schema, schema, where):
+            LOG.warning("%s", note)
     try:
         return encoding(x, schema, where)
     except DataError:

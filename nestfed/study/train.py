@@ -17,6 +17,7 @@ from nestfed import metrics, models
 from nestfed.algorithms import Alone, FedAvg
 from nestfed.core import DivergedError, Metric, NestfedError, unknown
 from nestfed.data.encoding import Sums
+from nestfed.data.split import TEST as FOR_TESTING
 from nestfed.engine.round import Record
 from nestfed.experiment.choice import resampled
 from nestfed.study import FederatedAUC, FederatedAUPRC, FederatedClassifier, advice
@@ -112,8 +113,13 @@ def train(
             "use --objective accuracy."
         )
     began = time.perf_counter()
-    rest, test = apart(with_rows(data.sites), TEST, seed)
+    rest, test = apart(with_rows(data.sites), TEST, seed, FOR_TESTING)
+    empty = {
+        site.name for site in rest if not len(site)
+    }  # a split by groups may leave a small site nothing to train on
+    rest, test = ([site for site in part if site.name not in empty] for part in (rest, test))
     fitting, validation = apart(rest, VALIDATION, seed + 1)
+    fitting = with_rows(fitting)
     _reject_one_class(target, data.classes, fitting, "training")
     _reject_one_class(target, data.classes, test, "test")
     common: dict[str, Any] = {"rounds": rounds, "q": q, "hidden": tuple(hidden), "random_state": seed}

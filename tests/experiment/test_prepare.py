@@ -97,8 +97,9 @@ def test_no_row_stands_on_two_sides_and_none_is_lost(given: object, held_out: st
     assert not train & validation
     assert not test & validation
     assert train | test | validation == set(range(200))
-    assert len(test) == pytest.approx(50, abs=5)
-    assert len(validation) == pytest.approx(30, abs=5)
+    spread = 20 if patients else 5  # whole patients, by the hash of their id
+    assert len(test) == pytest.approx(50, abs=spread)
+    assert len(validation) == pytest.approx(30, abs=spread)
     assert sorted(np.concatenate(p.parts).tolist()) == list(range(len(p.x)))
 
 

@@ -41,7 +41,7 @@ def model() -> StudyModel:
 
 
 def measured(model: StudyModel, frame: pd.DataFrame) -> dict[tuple[str, str], Measure]:
-    values = features(frame, model.encoding.schema)
+    values = features(frame, model.encoding)
     return {(m.column, m.kind): m for m in drift(model, values, model.scores(model.inputs(frame)))}
 
 

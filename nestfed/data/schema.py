@@ -169,8 +169,10 @@ class TableSchema:
 
     def besides(self, names: Collection[str]) -> TableSchema:
         """Return the schema with some columns ignored, such as the target."""
-        columns = {k: replace(v, kind=IGNORED) if k in names else v for k, v in self.columns.items()}
-        return replace(self, columns={k: _plain(v) if v.kind == IGNORED else v for k, v in columns.items()})
+        columns = {k: _plain(v) if k in names else v for k, v in self.columns.items()}
+        if self.others == IGNORED:
+            columns |= {k: ColumnSpec(IGNORED) for k in names if k not in columns}
+        return replace(self, columns=columns)
 
     def to_tables(self) -> dict[str, Any]:
         """Return the [schema] table as plain data, without defaults."""

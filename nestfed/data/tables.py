@@ -236,9 +236,9 @@ def _target(raw: Raw, roles: Roles, schema: TableSchema, faults: Faults) -> tupl
 
 
 def _number_target(where: str, series: Any, marks: tuple[str, ...], raw: Raw, faults: Faults) -> Array:
-    values, odd = numbers(series, marks)
+    values, odd = numbers(series, marks, where)
     if odd:
-        row, text = next(iter(odd.items()))
+        text, (row, _) = next(iter(odd.items()))
         faults.add(f"{where} holds the text {text[:40]!r} in {raw.line(row)}, expected numbers.")
     elif missing := int((~np.isfinite(values)).sum()):
         faults.add(

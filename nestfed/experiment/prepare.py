@@ -18,7 +18,7 @@ from nestfed.data.faults import FILE
 from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.data.sources import Dataset, load, load_table
 from nestfed.data.split import TEST, VALIDATION, aside, late
-from nestfed.data.tables import NUMBER, TARGETS
+from nestfed.data.tables import NUMBER, TARGETS, Roles
 
 _TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -162,13 +162,13 @@ def divide(
     seed: int,
     *,
     scaling: Scaling | None = None,
-    site: str = "",
+    site: str | None = None,
     form: str = "",
 ) -> Prepared:
     """Do all of `prepare` except loading.
 
     - `scaling` replaces the scaling computed from these examples.
-    - `site`: the name of the site whose table this is, if it is one site's.
+    - `site`: the name of the site whose table this is, if it is one site's; a part of its rows may then be empty.
     - `form`: the format of the dates in `data.split_by`.
     """
     labels, classes = _labels(whole.y, len(whole.classes), data)
@@ -180,6 +180,8 @@ def divide(
     chosen = _protocol(data, whole, parts, site, form)
     owners = _Owners.divide(parts, whole, strata, seed) if data.held_out == "clients" else None
     rows = _choose(data, whole, strata, owners, chosen, own_test=test is None, seed=seed)
+    if site is None:
+        _reject_empty(data, rows, own_test=test is None or owners is not None)
     if owners is None:
         shares, names = _divide(parts, {k: v[rows.train] for k, v in whole.columns.items()}, strata[rows.train], seed)
     else:
@@ -311,6 +313,12 @@ def as_table(data: Dataset) -> tuple[np.ndarray, Schema]:
     return data.x, data.schema or numbered(flat(data.x[:1]).shape[1])
 
 
+def roles_of(data: DataSpec) -> Roles:
+    """Return what the columns of a table are for."""
+    columns = tuple(dict.fromkeys(filter(None, [*data.columns, data.group, data.split_by])))
+    return Roles(data.target, columns, data.drop, data.classes or None, data.target_kind)
+
+
 def load_examples(data: DataSpec, schema: TableSchema = EMPTY) -> tuple[Dataset, Dataset | None]:
     """Return the examples that [data] names, and the dataset's own test set, if any."""
     if bool(data.name) == bool(data.file):
@@ -318,17 +326,11 @@ def load_examples(data: DataSpec, schema: TableSchema = EMPTY) -> tuple[Dataset,
     if data.file:
         if not data.target:
             raise NestfedError(f"data.target must name the column of {data.file} to predict.")
-        columns = dict.fromkeys(filter(None, [*data.columns, data.group, data.split_by]))
+        roles = roles_of(data)
         table = load_table(
-            Path(data.file),
-            data.target,
-            columns=[*columns],
-            drop=data.drop,
-            classes=data.classes or None,
-            schema=schema,
-            target_kind=data.target_kind,
-            entrance=FILE,
-        )
+            Path(data.file), roles.target, columns=roles.columns, drop=roles.drop, classes=roles.classes, schema=schema,
+            target_kind=roles.kind, entrance=FILE,
+        )  # fmt: skip
         return table, None
     split = load(data.name, data.folder or None)
     if not split.train.y.size:
@@ -388,15 +390,23 @@ def _aside(
     group = _column("data.group", name, whole.columns)[rows] if name else None
     of = None if chosen is None else chosen[rows]
     rest, held = aside(len(rows), share, seed, purpose, strata=strata[rows], group=group, chosen=of)
-    if (of is None or purpose != TEST) and not (len(rest) and len(held)):
-        raise NestfedError(
-            f"A split by {name} leaves no {purpose if len(rest) else 'training'} rows: it needs more groups, or another "
-            f"seed ({'data.split' if purpose == TEST else 'run.seed'})."
-        )
     return rows[rest], rows[held]
 
 
-def _protocol(data: DataSpec, whole: Dataset, parts: PartitionSpec, site: str, form: str) -> np.ndarray | None:
+def _reject_empty(data: DataSpec, rows: _Rows, *, own_test: bool) -> None:
+    """Reject a split by groups, time or site that leaves nothing on one side."""
+    sides = {"training": rows.train}
+    sides |= {"test": rows.test} if own_test else {}
+    sides |= {"validation": rows.validation} if data.validation else {}
+    for side, there in sides.items():
+        if not len(there):
+            raise NestfedError(
+                f"The split leaves no {side} rows: it needs more groups (data.group), another seed (data.split), or another "
+                "data.test_from."
+            )
+
+
+def _protocol(data: DataSpec, whole: Dataset, parts: PartitionSpec, site: str | None, form: str) -> np.ndarray | None:
     """Return the test rows of a temporal split, or of one that leaves a site out; None for a random split."""
     if data.split_by:
         return late(
@@ -404,6 +414,8 @@ def _protocol(data: DataSpec, whole: Dataset, parts: PartitionSpec, site: str, f
         )
     if not data.leave_out:
         return None
+    if site == "":
+        raise NestfedError("data.leave_out names a site, but this site's name is not known: state it at the site.")
     if site:
         return np.full(len(whole), site == data.leave_out)
     if parts.kind != "column":

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,10 +16,14 @@ from torch import Tensor, nn
 from nestfed import models
 from nestfed.core import Metric, NestfedError
 from nestfed.data.encoding import Schema
+from nestfed.data.faults import FILE, Faults
 from nestfed.data.partition import Summary
+from nestfed.data.readers import read_table
+from nestfed.data.schema import TableSchema
 from nestfed.data.sources import Dataset
+from nestfed.data.tables import as_datasets
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
-from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare
+from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare, roles_of
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL
 from nestfed.problems.objective import Labelled
@@ -80,21 +85,44 @@ def parts_of(prepared: Prepared) -> dict[str, Held]:
 
 def own_table(experiment: Experiment, file: str) -> tuple[Dataset, Dataset | None]:
     """Read a site's file."""
-    return load_examples(replace(experiment.data, name="", file=file), experiment.schema)
+    whole, test = load_examples(replace(experiment.data, name="", file=file), experiment.schema)
+    _reject_own_groups(experiment.schema, whole.table)
+    return whole, test
+
+
+def _reject_own_groups(given: TableSchema, found: TableSchema) -> None:
+    """Reject columns whose categories this site groups by itself, as others might not."""
+    grouped = [k for k, spec in found.columns.items() if (spec.prefix or spec.buckets) and k not in given.columns]
+    if grouped:
+        raise NestfedError(
+            f"The categories of {', '.join(map(repr, grouped))} must be grouped alike at all sites: write [schema] into the "
+            "experiment, which `nestfed schema` drafts at each site and `nestfed schema merge` joins, or drop them."
+        )
+
+
+def own_tables(experiment: Experiment, files: Mapping[str, str | Path]) -> dict[str, Dataset]:
+    """Read the tables of all sites at hand, by name; columns are detected for all of them together."""
+    faults, raw = Faults(FILE), []
+    for name, file in files.items():
+        with faults.noting():
+            raw.append(replace(read_table(file, experiment.schema.form, experiment.schema.as_text), site=name))
+    faults.check()
+    data = replace(experiment.data, name="")
+    return dict(zip(files, as_datasets(raw, roles_of(data), experiment.schema, faults)))
 
 
 def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
     """Read a site's file and split off its test examples."""
-    return divided(experiment, *own_table(experiment, place.file), name=place.name)
+    return divided(experiment, *own_table(experiment, place.file), site=place.name)
 
 
-def divided(experiment: Experiment, whole: Dataset, test: Dataset | None = None, name: str = "") -> SiteExamples:
-    """Split a site's table into training and held-out examples; `name`: the site's, for a split that leaves one out."""
+def divided(experiment: Experiment, whole: Dataset, test: Dataset | None = None, site: str = "") -> SiteExamples:
+    """Split a site's table into training and held-out examples; `site`: its name, for a split that leaves one out."""
     spec = replace(experiment.data, name="")
     images = whole.x.dtype == np.uint8
     raw: Callable[[np.ndarray], Tensor] | None = None if images else lambda x: torch.from_numpy(np.array(x))
     form = experiment.schema.date_format(spec.split_by)
-    made = divide(spec, whole, test, PartitionSpec("pooled"), experiment.run.seed, scaling=raw, site=name, form=form)
+    made = divide(spec, whole, test, PartitionSpec("pooled"), experiment.run.seed, scaling=raw, site=site, form=form)
     names = ("negative", "positive") if spec.binary or spec.positive else whole.classes
     stated = bool(spec.binary or spec.positive or spec.classes)
     return SiteExamples(made, () if images else as_table(whole)[1], names, stated)
@@ -298,7 +326,7 @@ def inputs_at(
     """Return a site's rows by part as model inputs, in the division of a study's last trainings or of its trials."""
     whole, test = own_table(study, place.file)
     trial, last = (
-        divided(made, whole, test).encoded(agreement, place.file) for made in (study, study.with_overrides(FINAL))
+        divided(made, whole, test, site).encoded(agreement, place.file) for made in (study, study.with_overrides(FINAL))
     )
     return OwnRows(site, network, agreement, trial, last).by_part(final)
 

@@ -43,7 +43,7 @@ class AtHand:
     def agreement(self) -> Agreement:
         """What the sites agree on."""
         experiment = self.study.for_method(next(iter(self.study.methods))).with_overrides(FINAL)
-        raw = [divided(experiment, table).rows() for table in self.tables.values()]
+        raw = [divided(experiment, table, site=name).rows() for name, table in self.tables.items()]
 
         def ask_all(questions: Sequence[Question]) -> dict[int, Answers]:
             return {n: answered(questions, parts, self.min_cell) for n, parts in enumerate(raw)}
@@ -107,7 +107,7 @@ class AtHand:
         found = []
         for name, table in self.tables.items():
             trial, last = (
-                divided(made, table).encoded(self.agreement, f"site {name}")
+                divided(made, table, site=name).encoded(self.agreement, f"site {name}")
                 for made in (self.study, self.study.with_overrides(FINAL))
             )
             found.append(OwnRows(name, self.network, self.agreement, trial, last))

@@ -143,7 +143,8 @@ def _described(
         known = rows if spec.kind == "date" else sum(int(np.isfinite(v).sum()) for v in values)
     gone = rows - known
     safe = gone >= max(min_cell, 1) and known >= min_cell
-    return spec, f"{gone / rows:.0%} missing" if safe else ""
+    share = f"{gone / rows:.0%}" if gone >= rows / 100 else "under 1%"
+    return spec, f"{share} missing" if safe else ""
 
 
 def _of_target(

@@ -107,6 +107,7 @@ def of_deployment(tables: dict[str, Path]) -> tuple[Agreement, Tensor]:
 def every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set nothing aside, so that every entrance trains on the same rows."""
     monkeypatch.setattr(preparing, "_aside", lambda data, whole, strata, rows, *rest, **more: (rows, rows[:0]))
+    monkeypatch.setattr(preparing, "_reject_empty", lambda *args, **more: None)
     monkeypatch.setattr(train, "apart", lambda sites, *rest: (list(sites), list(sites)))
     monkeypatch.setitem(train.KINDS, "auroc", Watched)  # type: ignore[call-overload]
 

@@ -16,12 +16,11 @@ from nestfed.core import NestfedError
 from nestfed.data.partition import Summary
 from nestfed.data.sources import Dataset
 from nestfed.engine.simulate import simulate
-from nestfed.experiment.build import evaluate, labelled
+from nestfed.experiment.build import labelled
 from nestfed.experiment.prepare import Held, Prepared
 from nestfed.experiment.site import Network, OwnRows, divided, parts_of
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL, Training
-from nestfed.problems.objective import Labelled
 from nestfed.queries import Answers, Question, answered
 from nestfed.queries.agreement import Agreement, Rules, agree
 from nestfed.study.conduct import Trained, choosing
@@ -75,11 +74,8 @@ class AtHand:
         metric = choosing(self.study)
 
         def judge(model: Callable[[Tensor], Tensor]) -> dict[str, float]:
-            assert prepared.validation is not None
-            assert isinstance(experiment.problem, Labelled)
-            log_odds = experiment.problem.log_odds
-            found = evaluate(model, prepared, prepared.validation, log_odds=log_odds, metric=metric.name)
-            return {f"val_{k}": v for k, v in found.items()}
+            assert made.validation is not None
+            return {f"val_{k}": v for k, v in made.validation(model).items()}
 
         evaluation = experiment.evaluation
         if not training.final:

@@ -113,10 +113,9 @@ def model_of_way(done: Conducted, way: Way) -> StudyModel:
     module = done.network.at(way.x)
     linear = isinstance(module, Mlp) and not len(module.hidden)
     options = {"hidden": []} if linear else dict(study.model.options)
-    outputs = 1 if len(agreement.classes) == 2 else len(agreement.classes)
     settings = {**{k: f"{v:g}" for k, v in way.settings.items()}, "rounds": str(way.rounds)}
     return StudyModel(
-        Architecture("mlp" if linear else study.model.name, agreement.shape, outputs, options),
+        Architecture("mlp" if linear else study.model.name, agreement.shape, done.target.outputs, options),
         {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()},
         agreement.encoding,
         study.data.target,

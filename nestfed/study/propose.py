@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from nestfed.core import unknown
+from nestfed.core import NestfedError, unknown
+from nestfed.data.tables import NUMBER
 
 BATCH = 32
 STEPS = (4, 50)
@@ -36,11 +37,16 @@ PROPOSED: Mapping[str, Tables] = {
     },
 }  # fmt: skip
 """The nested objectives, each with its method."""
+OF_NUMBERS: Mapping[str, Tables] = {
+    "fedavg": {"problem": {"name": "regress"}, "algorithm": {"name": "fedavg"}, "tune": {"eta": GRID}},
+}
+"""What a study of a number trains beside exact linear regression."""
+REGRESS = "regress"
 METRIC: Mapping[str, str] = {
     "auto": "auroc", "auroc": "auroc", "auprc": "ap", "pairwise": "auroc", "partial-auroc": "auroc", "accuracy": "accuracy",
 }  # fmt: skip
 """What decides on validation rows, by objective."""
-OBJECTIVES = ("auto", *PROPOSED, "accuracy")
+OBJECTIVES = ("auto", *PROPOSED, "accuracy", REGRESS)
 
 
 def proposed(
@@ -60,15 +66,21 @@ def proposed(
     """Return the tables of a study.
 
     - `rows`: the number of rows of each site.
+    - `classes`: empty for a target that is a number.
     - `data`, `study`: further settings of [data] and [study].
     - `sites`: the file of each site, if the tables are at hand.
     - `rounds`, `q`: 0 = from the sizes of the tables.
     """
     if objective not in OBJECTIVES:
         raise unknown("objective", objective, OBJECTIVES)
+    if (objective == REGRESS) != (not classes) and objective != "auto":
+        kind = "a number" if objective == REGRESS else "classes"
+        raise NestfedError(f"The objective {objective} is for {kind}, which {target!r} is not.")
     training = 0.75 * 0.75 * median(rows)
     binary = len(classes) == 2
-    if not binary or objective == "accuracy":
+    if not classes:
+        methods = dict(OF_NUMBERS)
+    elif not binary or objective == "accuracy":
         methods = {"fedavg": BASELINES["fedavg"]}
     else:
         wanted = PROPOSED if objective == "auto" else {objective: PROPOSED[objective]}
@@ -76,12 +88,12 @@ def proposed(
     first = next(iter(methods.values()))
     least, most = STEPS
     tables: Tables = {
-        "data": {"target": target, "classes": list(classes), "test": 0.25, "validation": 0.25, **(data or {})},
+        "data": {"target": target, **_kind(classes), "test": 0.25, "validation": 0.25, **(data or {})},
         "model": {"name": "mlp", "hidden": list(hidden)},
         "problem": dict(first["problem"]),
         "run": {"rounds": rounds or ROUNDS, "q": q or min(max(round(training / BATCH), least), most), "seed": seed},
         "evaluation": {
-            "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": METRIC[objective] if binary else "accuracy",
+            "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": _metric(objective, classes),
         },
         "study": dict(study or {}),
         "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},
@@ -89,6 +101,16 @@ def proposed(
     if sites:
         tables["sites"] = dict(sites)
     return tables
+
+
+def _kind(classes: Sequence[str]) -> Tables:
+    return {"classes": list(classes)} if classes else {"target_kind": NUMBER}
+
+
+def _metric(objective: str, classes: Sequence[str]) -> str:
+    if not classes:
+        return "rmse"
+    return METRIC[objective] if len(classes) == 2 else "accuracy"
 
 
 def _plain(table: Mapping[str, Any]) -> Tables:

@@ -13,7 +13,7 @@ from nestfed.experiment.spec import Experiment
 from nestfed.experiment.target import Target
 from nestfed.problems.objective import Labelled
 from nestfed.queries import CLASSES, QUERIES, SCORES, SQUARES, TABLE, Query
-from nestfed.queries.errors import ERRORS
+from nestfed.queries.errors import ERRORS, SCALE
 from nestfed.study.outcome import QUERIES as STUDY
 
 WORDS = {
@@ -44,8 +44,8 @@ def questions_in(study: Any) -> tuple[str, ...]:
         return ()
     if study.exchange.privacy is not None:
         return ()  # their answers would have no noise
-    judging = ERRORS if Target.of(study.data).is_number else SCORES
-    known = (CLASSES, TABLE, SQUARES, judging, *(STUDY if study.is_study else ()))
+    judging = (SCALE, ERRORS) if Target.of(study.data).is_number else (SCORES,)
+    known = (CLASSES, TABLE, SQUARES, *judging, *(STUDY if study.is_study else ()))
     return tuple(query.name for query in known)
 
 

@@ -28,6 +28,7 @@ from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL
 from nestfed.experiment.target import Target
 from nestfed.problems.objective import Labelled
+from nestfed.problems.regress import in_units
 from nestfed.queries import SCORES, TEST, TRAINING, VALIDATION, Answers, Question, Rows, at_hand
 from nestfed.queries.agreement import Agreement
 from nestfed.queries.errors import ERRORS, judged_errors
@@ -172,7 +173,8 @@ def made_of(experiment: Experiment, own: Prepared, agreement: Agreement) -> Made
     assert isinstance(experiment.problem, Labelled)
     if experiment.problem.binary and not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
-    assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed, agreement.totals)
+    scale = agreement.center, agreement.unit
+    assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed, agreement.totals, scale)
 
     def rows_of(part: str) -> Rows | None:
         if (some := parts_of(own).get(part)) is None:
@@ -199,7 +201,8 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     summary = Summary(np.zeros((0, 0), np.int64), (), ())
     classes = len(agreement.classes) or Target.of(experiment.data).outputs
     empty = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, classes, None, summary)
-    return labelled(experiment, empty, agreement.p, experiment.run.seed, agreement.totals)
+    scale = agreement.center, agreement.unit
+    return labelled(experiment, empty, agreement.p, experiment.run.seed, agreement.totals, scale)
 
 
 def _part(experiment: Experiment, n: int, clients: int) -> Prepared:
@@ -296,6 +299,7 @@ class Network:
         """Return the network that [model] names, for the agreed inputs and classes."""
         outputs, spec = Target.of(study.data, agreement.classes).outputs, study.model
         made = models.build(spec.name, agreement.shape, outputs, seed=study.run.seed, **spec.options)
+        made = in_units(made, agreement.center, agreement.unit)
         return cls(made, models.build("mlp", agreement.shape, outputs, hidden=()))
 
     @property

@@ -14,6 +14,7 @@ from nestfed.data import encoding
 from nestfed.data.clients import Totals
 from nestfed.data.encoding import NO_TABLE, Sums, TableEncoding, schema_from_json, schema_to_json
 from nestfed.queries import CLASSES, ROWS, SQUARES, TABLE, Answers, Question
+from nestfed.queries.errors import SCALE, scale_of
 from nestfed.queries.tables import classes_of, sums_of
 
 AskAll = Callable[[Sequence[Question]], Mapping[int, Answers]]
@@ -33,10 +34,15 @@ class Agreement:
     encoding: TableEncoding = NO_TABLE
     totals: Totals = Totals(0, 0, 0)
     """The rows of all sites that made the agreement."""
+    center: float = 0.0
+    """The mean of a target that is a number."""
+    unit: float = 1.0
+    """Its standard deviation."""
 
     def packed(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return the agreement as the words and arrays of a message."""
         words = {"clients": self.clients, "shape": self.shape, "classes": self.classes, "p": self.p}
+        words |= {"center": self.center, "unit": self.unit}
         words |= {"totals": astuple(self.totals), "columns": schema_to_json(self.encoding.schema)}
         scaling = self.encoding
         return words, {"mean": scaling.mean, "deviation": scaling.deviation, "gaps": scaling.gaps.astype(np.uint8)}
@@ -50,7 +56,11 @@ class Agreement:
             raise ValueError("the numbers of columns and scales differ")
         totals = Totals(*map(int, words["totals"]))
         shape, classes = tuple(map(int, words["shape"])), tuple(map(str, words["classes"]))
-        return cls(int(words["clients"]), shape, classes, float(words["p"]), TableEncoding(schema, *numbers), totals)
+        center, unit = float(words["center"]), float(words["unit"])
+        if not unit > 0:
+            raise ValueError("the deviation of the target is not positive")
+        encoding = TableEncoding(schema, *numbers)
+        return cls(int(words["clients"]), shape, classes, float(words["p"]), encoding, totals, center, unit)
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,8 @@ class Rules:
     """Combine statistics by medians over the sites, so that one bad site cannot move them far."""
     least: int = 1
     """The sites that are needed."""
+    number: bool = False
+    """The target is a number, whose scale matters."""
 
 
 def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callable[[int, str], None]) -> Agreement:
@@ -127,6 +139,12 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
                 f"Only {len(there)} of {rules.clients} sites can take part, {rules.least} are needed.{reasons}"
             )
         found = _merged(there, rules, name)
+        if rules.number:
+            scales = {n: answer for n, answer in ask([Question(SCALE)]).items() if n in there}
+            center, unit = scale_of(
+                (answer[Question(SCALE).key] for answer in scales.values()), "median" if rules.robust else "mean"
+            )
+            found = replace(found, center=center, unit=unit)
         if not found.encoding.schema:
             return found
         asked = Question(

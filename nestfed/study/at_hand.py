@@ -21,6 +21,7 @@ from nestfed.experiment.prepare import Held, Prepared
 from nestfed.experiment.site import Network, OwnRows, divided, parts_of
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL, Training
+from nestfed.experiment.target import Target
 from nestfed.queries import Answers, Question, answered
 from nestfed.queries.agreement import Agreement, Rules, agree
 from nestfed.study.conduct import Trained, choosing
@@ -51,7 +52,10 @@ class AtHand:
             raise NestfedError(f"Site {self.names[n]} cannot take part: {sentence}")
 
         exchange = self.study.exchange
-        rules = Rules(len(self.names), exchange.weights == "examples", not exchange.reduction.plain, len(self.names))
+        rules = Rules(
+            len(self.names), exchange.weights == "examples", not exchange.reduction.plain, len(self.names),
+            Target.of(self.study.data).is_number,
+        )  # fmt: skip
         return agree(ask_all, rules, self.names.__getitem__, reject)
 
     @cached_property
@@ -70,7 +74,7 @@ class AtHand:
         experiment = training.experiment(self.study)
         prepared = self.joined(training.final)
         seed, agreed = experiment.run.seed, self.agreement
-        made = labelled(experiment, prepared, agreed.p, seed, agreed.totals)
+        made = labelled(experiment, prepared, agreed.p, seed, agreed.totals, (agreed.center, agreed.unit))
         metric = choosing(self.study)
 
         def judge(model: Callable[[Tensor], Tensor]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from nestfed.core import NestfedError, __version__
 from nestfed.data.encoding import TableEncoding
 from nestfed.models import Mlp
+from nestfed.problems.regress import InUnits
 from nestfed.study.decide import Calibration
 from nestfed.study.model import Architecture, Provenance, StudyModel
 
@@ -111,6 +112,8 @@ def model_of_way(done: Conducted, way: Way) -> StudyModel:
     """Return one of the trained models of a study; calibration, thresholds, metrics and reference are added with `replace`."""
     study, agreement = done.study, done.agreement
     module = done.network.at(way.x)
+    if isinstance(module, InUnits):
+        module = module.plain()
     linear = isinstance(module, Mlp) and not len(module.hidden)
     options = {"hidden": []} if linear else dict(study.model.options)
     settings = {**{k: f"{v:g}" for k, v in way.settings.items()}, "rounds": str(way.rounds)}

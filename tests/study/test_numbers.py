@@ -43,7 +43,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def study_of(hidden: tuple[int, ...] = (), **study: Any) -> Experiment:
-    return from_tables(proposed("cost", "auto", (240, 160, 120), (), hidden=hidden, rounds=6, q=4, study=study))
+    return from_tables(
+        proposed(
+            "cost",
+            "auto",
+            (240, 160, 120),
+            (),
+            hidden=hidden,
+            rounds=8 if hidden else 6,
+            q=8 if hidden else 4,
+            study=study,
+        )
+    )
 
 
 def at_hand(study: Experiment, files: dict[str, Path], folder: Path) -> AtHand:
@@ -89,8 +100,10 @@ def test_a_site_alone_has_ridge_regression_on_its_own_rows(found: tuple[AtHand, 
     errors = 0.0
     for n, site in enumerate(hand.sites):
         x, y = rows_of(hand, "training", n)
-        fits = [Ridge(alpha=r * len(x), tol=1e-12).fit(x, y) for r in (0.0, *RIDGES)]
-        assert min(np.abs(np.r_[f.coef_, f.intercept_] - site.own_model).max() for f in fits) < 1e-4
+        fits = [Ridge(alpha=r * len(x), solver="svd").fit(x, y).predict(x) for r in (0.0, *RIDGES)]
+        own = x @ site.own_model[:-1] + site.own_model[-1]
+        # Without a penalty scikit-learn also fits the rounding of two collinear columns, which regression leaves out.
+        assert min(np.abs(p - own).max() for p in fits) < 1e-5 * np.abs(own).max()
         x, y = rows_of(hand, "test", n)
         errors += ((x @ site.own_model[:-1] + site.own_model[-1] - y) ** 2).sum()
     rmse = np.sqrt(errors / len(rows_of(hand, "test")[1]))
@@ -109,12 +122,12 @@ def test_a_model_of_numbers_is_written_and_predicts(
     predicted = model.predict(pd.read_csv(files["west"]))
     x, _ = rows_of(hand, "test", 2)
     mine = x @ outcome.released.x[:-1] + outcome.released.x[-1]
-    assert np.isin(np.round(mine, 4), np.round(predicted, 4)).all()  # the test rows are some of the file's
+    assert np.abs(mine[:, None] - predicted).min(1).max() < 1e-3  # the test rows are some of the file's
     shown = page(outcome, {})
     assert shown.facts["target"] == "cost: a number"
     (coefficients,) = [table for table in shown.tables if table.title == "Coefficients"]
     assert coefficients.columns == ["input", "per deviation", "per unit"]
-    assert dict((row[0], row[2]) for row in coefficients.rows)["age"] == pytest.approx(20, abs=3)
+    assert {row[0]: row[2] for row in coefficients.rows}["age"] == pytest.approx(20, abs=3)
 
 
 def test_a_site_answers_only_what_a_study_of_numbers_needs() -> None:
@@ -155,12 +168,17 @@ def test_a_network_of_numbers(files: dict[str, Path], tmp_path: Path) -> None:
     hand = at_hand(study, files, tmp_path / "runs")
     outcome = find_out(study, hand)
     assert {one.column for one in outcome.importances} == {"age", "sex"}
+    assert hand.agreement.unit > 100
+    assert outcome.test.entry("fedavg", "r2").value.value > 0.5  # it does not diverge, whatever the target's units
+    made = model_of_way(outcome.conducted, outcome.conducted.ways[0])
     for way in outcome.ways:
         x, y = rows_of(hand, "test")
         scores = outcome.conducted.network.scores(way.x, torch.from_numpy(x))
         assert outcome.test.entry(way.name, "rmse").value.value == pytest.approx(
             root_mean_squared_error(y, scores), rel=1e-6
         )
+        if way is outcome.conducted.ways[0]:
+            np.testing.assert_allclose(made.scores(torch.from_numpy(x)), scores, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -176,5 +194,5 @@ def test_a_method_for_classes_is_rejected_before_work(tmp_path: Path) -> None:
     tables = proposed("cost", "regress", (100,), ())
     tables["methods"]["plain"] = {"problem": {"name": "classify"}, "algorithm": {"name": "fedavg", "eta": 0.1}}
     study = from_tables(tables)
-    with pytest.raises(NestfedError, match="methods.plain has the problem classify, which is for a class"):
+    with pytest.raises(NestfedError, match=r"methods\.plain has the problem classify, which is for a class"):
         find_out(study, AtHand(study, {}, directory=tmp_path))

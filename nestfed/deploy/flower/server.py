@@ -21,6 +21,7 @@ from nestfed.deploy.flower.roster import Roster, Setup
 from nestfed.deploy.flower.study import Deployed
 from nestfed.deploy.flower.training import train
 from nestfed.experiment.run import claim
+from nestfed.experiment.target import Target
 from nestfed.files import locked, write_atomically, write_model
 from nestfed.problems.objective import Labelled
 from nestfed.queries import TRAINING, VALIDATION
@@ -89,8 +90,9 @@ class Coordinator:
         if not isinstance(study.problem, Labelled):
             return Agreement(self.setup.sites)
         rules = agree.Rules(
-            self.setup.sites, study.exchange.weights == "examples", not study.exchange.reduction.plain, self.setup.least
-        )
+            self.setup.sites, study.exchange.weights == "examples", not study.exchange.reduction.plain, self.setup.least,
+            Target.of(study.data).is_number,
+        )  # fmt: skip
 
         def reject(n: int, sentence: str) -> None:
             if (node := roster.nodes().get(n)) is not None:

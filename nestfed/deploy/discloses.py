@@ -14,6 +14,7 @@ from nestfed.experiment.target import Target
 from nestfed.problems.objective import Labelled
 from nestfed.queries import CLASSES, QUERIES, SCORES, SQUARES, TABLE, Query
 from nestfed.queries.errors import ERRORS, SCALE
+from nestfed.study.hazards import QUERIES as HAZARDS
 from nestfed.study.outcome import QUERIES as STUDY
 
 WORDS = {
@@ -44,7 +45,10 @@ def questions_in(study: Any) -> tuple[str, ...]:
         return ()
     if study.exchange.privacy is not None:
         return ()  # their answers would have no noise
-    judging = (SCALE, ERRORS) if Target.of(study.data).is_number else (SCORES,)
+    target = Target.of(study.data)
+    if target.is_survival:
+        return tuple(query.name for query in (CLASSES, TABLE, SQUARES, *HAZARDS))
+    judging = (SCALE, ERRORS) if target.is_number else (SCORES,)
     known = (CLASSES, TABLE, SQUARES, *judging, *(STUDY if study.is_study else ()))
     return tuple(query.name for query in known)
 
@@ -90,6 +94,8 @@ def _size(query: Query, field: str) -> str:
 
 
 def _uploads(study: Experiment) -> Iterator[Item]:
+    if Target.of(study.data).is_survival:
+        return  # there are no rounds
     made = method(study)
     when = "in every round in which the site trains"
     privacy = study.exchange.privacy

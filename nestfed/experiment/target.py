@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nestfed.data.tables import CLASS, NUMBER
+from nestfed.data.tables import CLASS, NUMBER, SURVIVAL
 from nestfed.queries.influence import NUMBERS
 from nestfed.queries.scores import LOG_ODDS, LOGITS
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """The kind of a target: class or number."""
+    """The kind of a target: class, number or survival."""
 
     kind: str = CLASS
     classes: tuple[str, ...] = ()
-    """The names of the classes, the positive one last; empty for a number."""
+    """The names of the classes, the positive one last; empty for the other kinds."""
 
     @classmethod
     def of(cls, data: DataSpec, classes: tuple[str, ...] = ()) -> Target:
@@ -37,9 +37,14 @@ class Target:
         return self.kind == NUMBER
 
     @property
+    def is_survival(self) -> bool:
+        """Whether scores are logarithms of hazards."""
+        return self.kind == SURVIVAL
+
+    @property
     def outputs(self) -> int:
-        """The scores of a row: one for two classes or a number, otherwise one for each class."""
-        return 1 if self.binary or self.is_number else len(self.classes)
+        """The scores of a row: one for each of several classes, otherwise one."""
+        return len(self.classes) if len(self.classes) > 2 else 1
 
     @property
     def scores(self) -> str:

@@ -12,7 +12,9 @@ import numpy as np
 from nestfed.core import NestfedError
 from nestfed.data import encoding
 from nestfed.data.clients import Totals
+from nestfed.data.design import Design
 from nestfed.data.encoding import NO_TABLE, Sums, TableEncoding, schema_from_json, schema_to_json
+from nestfed.data.tables import CLASS, NUMBER, SURVIVAL
 from nestfed.queries import CLASSES, ROWS, SQUARES, TABLE, Answers, Question
 from nestfed.queries.errors import SCALE, scale_of
 from nestfed.queries.tables import classes_of, sums_of
@@ -42,7 +44,7 @@ class Agreement:
     def packed(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return the agreement as the words and arrays of a message."""
         words = {"clients": self.clients, "shape": self.shape, "classes": self.classes, "p": self.p}
-        words |= {"center": self.center, "unit": self.unit}
+        words |= {"center": self.center, "unit": self.unit, "design": isinstance(self.encoding, Design)}
         words |= {"totals": astuple(self.totals), "columns": schema_to_json(self.encoding.schema)}
         scaling = self.encoding
         return words, {"mean": scaling.mean, "deviation": scaling.deviation, "gaps": scaling.gaps.astype(np.uint8)}
@@ -59,7 +61,7 @@ class Agreement:
         center, unit = float(words["center"]), float(words["unit"])
         if not unit > 0:
             raise ValueError("the deviation of the target is not positive")
-        encoding = TableEncoding(schema, *numbers)
+        encoding = (Design if words["design"] else TableEncoding)(schema, *numbers)
         return cls(int(words["clients"]), shape, classes, float(words["p"]), encoding, totals, center, unit)
 
 
@@ -110,8 +112,8 @@ class Rules:
     """Combine statistics by medians over the sites, so that one bad site cannot move them far."""
     least: int = 1
     """The sites that are needed."""
-    number: bool = False
-    """The target is a number, whose scale matters."""
+    target: str = CLASS
+    """The kind of the target: the scale of a number matters; survival needs the columns of a regression."""
 
 
 def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callable[[int, str], None]) -> Agreement:
@@ -139,7 +141,7 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
                 f"Only {len(there)} of {rules.clients} sites can take part, {rules.least} are needed.{reasons}"
             )
         found = _merged(there, rules, name)
-        if rules.number:
+        if rules.target == NUMBER:
             scales = {n: answer for n, answer in ask([Question(SCALE)]).items() if n in there}
             center, unit = scale_of(
                 (answer[Question(SCALE).key] for answer in scales.values()), "median" if rules.robust else "mean"
@@ -158,7 +160,9 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
             continue
         sums = _sums(there, name)
         made = encoding.finish(found.encoding, [squares[n] for n in there], sums, robust=rules.robust)
-        return replace(found, encoding=made)
+        if rules.target == SURVIVAL:
+            made = Design.of(made)
+        return replace(found, encoding=made, shape=(len(made.inputs),) if len(found.shape) == 1 else found.shape)
 
 
 def _outvoted(told: Mapping[int, Told], name: Callable[[int], str]) -> dict[int, list[str]]:

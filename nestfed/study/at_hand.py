@@ -21,7 +21,6 @@ from nestfed.experiment.prepare import Held, Prepared
 from nestfed.experiment.site import Network, OwnRows, divided, parts_of
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL, Training
-from nestfed.experiment.target import Target
 from nestfed.queries import Answers, Question, answered
 from nestfed.queries.agreement import Agreement, Rules, agree
 from nestfed.study.conduct import Trained, choosing
@@ -42,7 +41,8 @@ class AtHand:
     @cached_property
     def agreement(self) -> Agreement:
         """What the sites agree on."""
-        experiment = self.study.for_method(next(iter(self.study.methods))).with_overrides(FINAL)
+        first = next(iter(self.study.methods), "")
+        experiment = (self.study.for_method(first) if first else self.study).with_overrides(FINAL)
         raw = [divided(experiment, table, site=name).rows() for name, table in self.tables.items()]
 
         def ask_all(questions: Sequence[Question]) -> dict[int, Answers]:
@@ -54,7 +54,7 @@ class AtHand:
         exchange = self.study.exchange
         rules = Rules(
             len(self.names), exchange.weights == "examples", not exchange.reduction.plain, len(self.names),
-            Target.of(self.study.data).is_number,
+            self.study.data.target_kind,
         )  # fmt: skip
         return agree(ask_all, rules, self.names.__getitem__, reject)
 

@@ -28,6 +28,8 @@ from nestfed.queries import TRAINING, VALIDATION
 from nestfed.queries import agreement as agree
 from nestfed.queries.agreement import Agreement
 from nestfed.study.conduct import conduct
+from nestfed.study.hazards import survive
+from nestfed.study.survival_release import write
 
 PREDECESSOR = 60.0
 """Seconds to wait for the directory's lock. The ServerApp of a killed SuperLink needs about ten to end."""
@@ -56,9 +58,13 @@ class Coordinator:
         study, out = self.study, self.setup.out
         flower = Flower(self.roster, study.exchange)
         flower.agreed(*self.plan(flower))
-        if flower.several:
-            conduct(study, Deployed(flower, study, out / "trainings"), partial(self.roster.log, level=INFO))
+        if flower.several and Target.of(study.data).is_survival:
+            found = survive(study, Deployed(flower, study, out / "trainings"), partial(self.roster.log, level=INFO))
+            write(found, out, {})
             last: Mapping[str, Any] = {}
+        elif flower.several:
+            conduct(study, Deployed(flower, study, out / "trainings"), partial(self.roster.log, level=INFO))
+            last = {}
         else:
             done = train(flower, study, out)
             write_model(out / "model.safetensors", done.made.problem.module(done.x), done.x)
@@ -91,7 +97,7 @@ class Coordinator:
             return Agreement(self.setup.sites)
         rules = agree.Rules(
             self.setup.sites, study.exchange.weights == "examples", not study.exchange.reduction.plain, self.setup.least,
-            Target.of(study.data).is_number,
+            study.data.target_kind,
         )  # fmt: skip
 
         def reject(n: int, sentence: str) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -25,10 +25,30 @@ from nestfed.cli.tables import (
     note,
     table_schema,
 )
+from nestfed.core import NestfedError
 
 Files = Annotated[list[Path], typer.Argument(help="One table per site: .csv, .csv.gz or .parquet.")]
 Target = Annotated[str, typer.Option("--target", help="The column to predict.")]
+SomeTarget = Annotated[
+    str, typer.Option("--target", help="The column to predict; for survival, use --event.", show_default="required")
+]
 Objective = Annotated[str, typer.Option("--objective", help="Train for auroc, auprc or accuracy.")]
+AnyObjective = Annotated[
+    str, typer.Option("--objective", help="Train for auroc, auprc or accuracy, or fit survival (exact Cox regression).")
+]
+Time = Annotated[str, typer.Option("--time", help="For survival: the column of times.", show_default="none")]
+Event = Annotated[
+    str,
+    typer.Option("--event", help="For survival: the column that says whether the event happened.", show_default="none"),
+]
+At = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--at",
+        help="For survival: a time at which to judge and predict; repeat for several.",
+        show_default="quartiles of the events",
+    ),
+]
 Positive = Annotated[
     str, typer.Option("--positive", help="The target's positive value.", show_default="last in sorted order")
 ]
@@ -43,8 +63,11 @@ Seed = Annotated[int, typer.Option("--seed", help="Seed of the split, the initia
 
 def train_command(
     files: Files,
-    target: Target,
-    objective: Objective = "auroc",
+    target: SomeTarget = "",
+    objective: AnyObjective = "auroc",
+    time: Time = "",
+    event: Event = "",
+    at: At = None,
     group: Group = "",
     drop: Drop = None,
     split_by: SplitBy = "",
@@ -72,6 +95,16 @@ def train_command(
     from nestfed.study.train import train
 
     schema = table_schema(categorical, missing, date, sep, decimal, encoding)
+    if objective == "survival":
+        from nestfed.cli.survival import survive_files
+
+        options = {"group": group, "drop": drop or [], "split_by": split_by, "test_from": test_from}
+        survive_files(
+            files, time, event, at or (), schema, {k: v for k, v in options.items() if v},
+            target=target, hidden=hidden or (), seed=seed, out=out, force=force,
+        )  # fmt: skip
+        return
+    _reject_survival_options(target, {"--time": time, "--event": event, "--at": at})
     place = out or Path("runs") / f"train-{target}"
     export.claim(place, force=force)
     with _warnings_in_one_line():
@@ -138,6 +171,14 @@ def lr_find_command(
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])
     mark = f" ({found.end} of those tried)" if found.end else ""
     typer.echo(f"\nbest lr = {found.best:.3g}{mark}" + (f"; plot {found.draw(out)}" if drawable() else ""))
+
+
+def _reject_survival_options(target: str, given: Mapping[str, object]) -> None:
+    """Reject a missing target, and options that only survival has."""
+    if used := [name for name, value in given.items() if value]:
+        raise NestfedError(f"{used[0]} is for survival: add --objective survival, or leave it out.")
+    if not target:
+        raise NestfedError("Name the column to predict: --target COLUMN.")
 
 
 def _tell(sentence: str) -> None:

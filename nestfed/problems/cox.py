@@ -27,6 +27,8 @@ class CoxOptions(Labelled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.initial_batch:
+            raise NestfedError("cox: initial_batch has no meaning without rounds: leave it out.")
         one_of("problem.ties", self.ties, TIES)
         one_of("problem.baseline", self.baseline, BASELINES)
         if any(not isinstance(t, int | float) or not t > 0 for t in self.times):

@@ -109,7 +109,19 @@ def survive(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
     grid, notes = _grid(final, released)
     scaled = cox(final, names, baseline=released, grid=grid, **options)
     tell("comparing baselines, and judging on test rows")
-    others, doubts = _beside(final, names, scaled, grid, released, options)
+    units = encoding.units(intercept=False)
+
+    def in_units(one: Fit) -> Fit:
+        return one.transformed(units, encoding.columns)
+
+    others, hidden = _beside(final, names, scaled, grid, released, options)
+    fit, beside = in_units(scaled), {what: in_units(one) for what, one in others.items()}
+    doubts = [
+        sentence
+        for kind in BESIDE
+        if kind in beside
+        for sentence in disagreement(*((beside[kind], fit) if kind == "common" else (fit, beside[kind])))
+    ]
     life = by_site = baseline = None
     times = problem.times
     if grid is not None:
@@ -117,15 +129,14 @@ def survive(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
         times = times or _quarters(life)
         if released == "common":
             baseline, _ = baselines(final, scaled.coef, grid)
-    units = encoding.units(intercept=False)
-    judged, hidden = _judge(final, scaled.coef, grid, baseline, times)
+    judged, unasked = _judge(final, scaled.coef, grid, baseline, times)
     return Survived(
         study,
         encoding,
         sites.names,
         scaled,
-        scaled.transformed(units, encoding.columns),
-        {what: one.transformed(units, encoding.columns) for what, one in others.items()},
+        fit,
+        beside,
         path,
         {sites.names[n]: (int(r["events"]), int(r["used"]) - int(r["events"])) for n, r in facts.items()},
         times,
@@ -133,7 +144,7 @@ def survive(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
         {sites.names[n]: table for n, table in (by_site or {}).items()},
         baseline,
         judged,
-        tuple(dict.fromkeys((*notes, *scaled.notes, *doubts, *hidden, *_shrunk(path)))),
+        tuple(dict.fromkeys((*notes, *scaled.notes, *doubts, *hidden, *unasked, *_shrunk(path)))),
         time.perf_counter() - began,
     )
 
@@ -164,10 +175,10 @@ def _grid(ask: Ask, released: Kind) -> tuple[Grid | None, tuple[str, ...]]:
 def _beside(
     ask: Ask, names: Sequence[str], fit: Fit, grid: Grid | None, released: Kind, options: Mapping[str, Any]
 ) -> tuple[dict[str, Fit], tuple[str, ...]]:
-    """Return the models with other baselines and other ties, and where the baselines disagree."""
+    """Return the models with other baselines and other ties, and sentences on those that could not be fitted."""
     wanted: list[tuple[Kind, str]] = [(kind, options["ties"]) for kind in BESIDE if kind != released]  # type: ignore[misc]
     wanted += [(released, ties) for ties in TIES if ties != options["ties"]]
-    found, doubts = {}, []
+    found, notes = {}, []
     for kind, ties in wanted:
         if kind != "stratified" and grid is None:
             continue
@@ -175,12 +186,10 @@ def _beside(
             one = cox(ask, names, baseline=kind, grid=grid, start=fit.coef if kind == released else None,
                       **{**options, "ties": ties})  # fmt: skip
         except NestfedError as error:
-            doubts.append(f"The model with the baseline {kind!r} could not be fitted: {error}")
+            notes.append(f"The model with the baseline {kind!r} could not be fitted: {error}")
             continue
         found[kind if ties == options["ties"] else f"{kind}, {ties}"] = one
-        if kind != released:
-            doubts += disagreement(*((one, fit) if kind == "common" else (fit, one)))
-    return found, tuple(doubts)
+    return found, tuple(notes)
 
 
 def _quarters(life: LifeTable) -> tuple[float, ...]:

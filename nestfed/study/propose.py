@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from nestfed.core import NestfedError, unknown
-from nestfed.data.tables import NUMBER
+from nestfed.data.tables import NUMBER, SURVIVAL
 
 BATCH = 32
 STEPS = (4, 50)
@@ -97,6 +97,36 @@ def proposed(
         },
         "study": dict(study or {}),
         "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},
+    }  # fmt: skip
+    if sites:
+        tables["sites"] = dict(sites)
+    return tables
+
+
+def proposed_survival(
+    time: str,
+    event: str,
+    *,
+    data: Mapping[str, Any] | None = None,
+    sites: Mapping[str, str] | None = None,
+    times: Sequence[float] = (),
+    seed: int = 0,
+) -> Tables:
+    """Return the tables of a survival study: exact Cox regression for the time to an event.
+
+    - `time`, `event`: the columns of times, and of whether the event happened.
+    - `data`: further settings of [data].
+    - `sites`: the file of each site, if the tables are at hand.
+    - `times`: when survival is judged and predicted.
+    """
+    tables: Tables = {
+        "data": {
+            "target": event, "time": time, "target_kind": SURVIVAL, "test": 0.25, "validation": 0.25, **(data or {}),
+        },
+        "model": {"name": "mlp", "hidden": []},
+        "problem": {"name": "cox", **({"times": list(times)} if times else {})},
+        "run": {"seed": seed},
+        "study": {},
     }  # fmt: skip
     if sites:
         tables["sites"] = dict(sites)

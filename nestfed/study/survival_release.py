@@ -170,8 +170,8 @@ def _figures(found: Survived) -> list[Figure]:
     low, high = found.life.interval()
     whole = [
         _curve("all sites", found.life, found.life.survival),
-        _curve("95 % interval", found.life, low, "dashed"),
-        _curve("", found.life, high, "dashed"),
+        _curve("95 % interval, low", found.life, low, "dashed"),
+        _curve("95 % interval, high", found.life, high, "dashed"),
     ]
     largest = sorted(found.by_site, key=lambda name: -int(found.by_site[name].at_risk[0]))[:MOST_CURVES]
     each = [_curve(name, found.by_site[name], found.by_site[name].survival) for name in largest]

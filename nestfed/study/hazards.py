@@ -89,6 +89,8 @@ class Survived:
     judged: Judged
     notes: tuple[str, ...]
     """What a reader must know, in sentences."""
+    exact: bool = True
+    """Whether the fit is that of the pooled rows; not so where a site's min_cell joins times or rare values."""
     seconds: float = 0.0
 
 
@@ -114,12 +116,14 @@ def survive(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
     def in_units(one: Fit) -> Fit:
         return one.transformed(units, encoding.columns)
 
+    exact = grid is not None and grid.exact and not grid.protected
     others, hidden = _beside(final, names, scaled, grid, released, options)
     fit, beside = in_units(scaled), {what: in_units(one) for what, one in others.items()}
     doubts = [
         sentence
         for kind in BESIDE
-        if kind in beside
+        # Joined times change all models but the stratified one, whatever the sites are like.
+        if kind in beside and (exact or "stratified" not in (kind, released))
         for sentence in disagreement(*((beside[kind], fit) if kind == "common" else (fit, beside[kind])))
     ]
     life = by_site = baseline = None
@@ -145,6 +149,7 @@ def survive(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
         baseline,
         judged,
         tuple(dict.fromkeys((*notes, *scaled.notes, *doubts, *hidden, *unasked, *_shrunk(path)))),
+        exact,
         time.perf_counter() - began,
     )
 

@@ -55,11 +55,12 @@ def model_of(found: Survived) -> StudyModel:
 def headline(found: Survived) -> str:
     """Return the main result in a few sentences."""
     events = sum(own[0] for own in found.rows.values())
-    return (
-        f"Cox regression over {len(found.names)} sites with {events:,} events: the coefficients, standard errors and hazard "
-        "ratios of the pooled rows, although no row left a site. Exact does not mean accurate: on the test rows, the C-index "
-        f"of pairs inside sites is {found.judged.within:.3f}."
-    )
+    what = f"{found.fit.model} over {len(found.names)} sites with {events:,} events"
+    if found.exact:
+        same = "the coefficients, standard errors and hazard ratios of the pooled rows, although no row left a site. Exact does not mean accurate"
+    else:
+        same = "approximate, as the sites' min_cell joins times or rare values"
+    return f"{what}: {same}: on the test rows, the C-index of pairs inside sites is {found.judged.within:.3f}."
 
 
 def tables(found: Survived) -> list[Table]:
@@ -154,6 +155,8 @@ def _others(found: Survived) -> Table:
         "Coefficients with a common baseline hazard, with one per site (stratified), with one times a factor per site "
         "(intercepts), and with the other way to treat ties. Where they disagree, sites differ in ways that columns do not explain."
     )
+    if not found.exact:
+        note = note.rpartition(". ")[0] + ". The sites' min_cell makes all but the stratified coefficients approximate."
     return Table("Other models", ["column", *fits], rows, note)
 
 

@@ -22,7 +22,7 @@ from nestfed.study.hazards import Survived, survive
 from nestfed.study.model import StudyModel
 from nestfed.study.predict import predict
 from nestfed.study.propose import proposed_survival
-from nestfed.study.survival_release import page, write
+from nestfed.study.survival_release import headline, page, write
 from tests.queries.likelihood import minus_log_likelihood
 
 SITES = ("north", "south", "west")
@@ -176,6 +176,20 @@ def test_under_a_disclosure_rule_the_stratified_model_remains(files: dict[str, P
     assert ruled.judged.pooled is None
     assert any("no C-index of pairs across sites" in note for note in ruled.notes)
     assert ruled.baseline is None
+
+
+def test_an_approximate_fit_is_not_called_exact(tmp_path: Path) -> None:
+    """Coarse cells of time also make the common and the stratified fit differ; that says nothing about the sites."""
+    files = write_tables(tmp_path, (700, 600, 500))
+    study = study_of(files)
+    free, ruled = survive(study, at_hand(study, files)), survive(study, at_hand(study, files, min_cell=3))
+    assert free.exact
+    assert "of the pooled rows" in headline(free)
+    assert not ruled.exact
+    assert "of the pooled rows" not in headline(ruled)
+    assert "approximate" in headline(ruled)
+    assert any("cells of time" in note for note in ruled.notes)
+    assert not [note for note in ruled.notes if "stratified by site the coefficients" in note]
 
 
 def test_a_stratified_study_leaves_a_report_without_a_model(files: dict[str, Path], tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ def card(model: StudyModel, tables: Sequence[Table] = ()) -> str:
         _what(model),
         "## Results",
         _results(model, tables),
-        "## Decisions",
-        _decisions(model),
+        *(["## Decisions", decisions] if (decisions := _decisions(model)) else []),
         "## Training rows",
         _sites(model),
         "## Inputs",
@@ -168,6 +167,8 @@ def _limits(model: StudyModel) -> str:
 
 def _use(model: StudyModel) -> str:
     graph = f"\n`{GRAPH}`, if it is here, does the same in ONNX Runtime." if model.architecture.name == "mlp" else ""
+    if model.survival is not None:
+        graph += " Both return the log of the hazard, against a row whose inputs are all at their mean or reference."
     return f"""```console
 $ nestfed predict MODEL new.csv
 $ nestfed monitor MODEL new.csv

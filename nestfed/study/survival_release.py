@@ -42,6 +42,7 @@ def model_of(found: Survived) -> StudyModel:
         found.study.data.target,
         provenance=Provenance(
             method="exact Cox regression",
+            objective="the partial likelihood",
             study=found.study.digest(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             settings={"ties": _ties(found), "ridge per event": f"{found.path.best:.3g}"},

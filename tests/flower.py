@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 
+from nestfed.deploy import pace
 from nestfed.deploy.flower import Custom, client_app, roster, server_app
 from nestfed.deploy.flower import federation as rounds_of
 from nestfed.deploy.flower.mailbox import block_of, content_of
@@ -104,6 +106,9 @@ class Clock:
 
     perf_counter = monotonic
 
+    def time(self) -> float:
+        return time.time()
+
     def strftime(self, form: str) -> str:
         return "2026-01-01 00:00:00"
 
@@ -111,7 +116,7 @@ class Clock:
 def alone(patch: pytest.MonkeyPatch) -> None:
     """Give the coordinator a clock of its own, and tell Flower what its processes know of themselves."""
     clock = Clock()
-    for module in (roster, rounds_of):
+    for module in (roster, rounds_of, pace):
         patch.setattr(module, "time", clock)
     for name in ("_run_id", "_node_id", "_task_id"):
         patch.setattr(TaskIdentity, name, 1)

@@ -9,7 +9,8 @@ import typer
 
 from nestfed.deploy.app import init
 from nestfed.deploy.certificates import write_certificates, write_key
-from nestfed.deploy.local import LOOPBACK, local, supernode
+from nestfed.deploy.local import LOOPBACK, local
+from nestfed.deploy.supernode import supernode
 
 if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
@@ -55,13 +56,14 @@ def init_(
     ] = "average-precision",
     method: Method = "",
     sites: Sites = 3,
+    host: Annotated[str, typer.Option(help="Name or address of the coordinator.")] = "coordinator.example.org",
 ) -> None:
-    """Write a Flower app for an experiment, with a README for the coordinator and the sites."""
+    """Write a Flower app for an experiment, with a README for the coordinator and the sites, and a kit for their IT."""
     from nestfed.cli.main import echo
 
     if experiment == "average-precision" and not method:
         method, overrides = "fcsg-m", ["algorithm.alpha=1.0", "run.rounds=10", *(overrides or ())]
-    init(directory, _chosen(experiment, overrides, method, sites), sites)
+    init(directory, _chosen(experiment, overrides, method, sites), sites, host)
     echo(f"{directory} contains a Flower app for {sites} sites; follow its README.md.")
 
 
@@ -114,37 +116,174 @@ def local_(
     "supernode", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
 )
 def supernode_(context: typer.Context) -> None:
-    """Run a site's SuperNode, with the options of `flower-supernode`.
+    """Run a site's SuperNode and its worker, with the options of `flower-supernode`.
 
-    It exits when it loses the SuperLink permanently, so that a supervisor can restart it. Flower's own command keeps
-    running without a connection.
+    The worker stays and answers every message. It runs no code that the coordinator delivers, only its experiment file.
+    With `--isolation subprocess`, Flower starts a process for every message instead, which runs the delivered code.
+
+    It exits when the SuperNode loses the SuperLink permanently, or when the worker ends, so that a supervisor can restart
+    both. Flower's own command keeps running without a connection.
     """
     supernode(context.args)
 
 
+@deploy_app.command("check")
+def check_(
+    file: File,
+    node_config: Annotated[str, typer.Option(help="As for `nestfed deploy supernode`: pairs, or a .toml file.")],
+    superlink: Annotated[str, typer.Option(help="HOST:PORT of the coordinator.")] = "",
+    root_certificates: Annotated[Path | None, typer.Option(help="The ca.crt from the coordinator.")] = None,
+    auth_supernode_private_key: Annotated[Path | None, typer.Option(help="The site's private key.")] = None,
+) -> None:
+    """Check a site before it connects: its table, its machine, its key and its way to the coordinator.
+
+    Lists everything that has to be repaired. The exit code is 1 if the site cannot take part.
+    """
+    from nestfed.cli.main import echo
+    from nestfed.deploy.check import Way, check
+    from nestfed.deploy.node import Node
+    from nestfed.experiment.spec import read
+
+    found = check(read(file), Node.parse(node_config), Way(superlink, root_certificates, auth_supernode_private_key))
+    for fact in found.facts:
+        echo(fact)
+    for problem in found.problems:
+        echo(f"{'problem' if problem.stops else 'warning'}: {problem.sentence}")
+    echo("The site is ready." if found.ready else "The site cannot take part yet.")
+    if not found.ready:
+        raise typer.Exit(1)
+
+
+Passphrase = Annotated[
+    Path | None,
+    typer.Option(
+        "--passphrase-file",
+        help="A file with the passphrase of the authority's key.",
+        show_default="NESTFED_PASSPHRASE, or a prompt",
+    ),
+]
+
+
 @deploy_app.command("certificates")
 def certificates_(
-    directory: Annotated[Path, typer.Argument(help="Where to write the certificates.")],
+    directory: Annotated[Path, typer.Argument(help="Where the certificates are.")],
     host: Annotated[
         list[str] | None,
         typer.Option(help="Name or address of the coordinator; repeat for several.", show_default=LOOPBACK),
     ] = None,
-    days: Annotated[int, typer.Option(help="Days until the certificates expire.")] = 365,
+    days: Annotated[int, typer.Option(help="Days until server.pem expires.")] = 365,
+    renew: Annotated[bool, typer.Option("--renew", help="Renew the certificates of the directory.")] = False,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Do not keep the authority's key; the certificates cannot be renewed.")
+    ] = False,
+    passphrase_file: Passphrase = None,
 ) -> None:
-    """Write TLS certificates: server.pem and server.key for the SuperLink, ca.crt for all sites."""
-    from nestfed.cli.main import echo
+    """Write TLS certificates: server.pem and server.key for the SuperLink, ca.crt for all sites.
 
-    write_certificates(directory, host or [LOOPBACK], days)
+    The authority's key is kept in ca.key, encrypted with a passphrase, to renew them with --renew.
+    """
+    from nestfed.cli.main import echo
+    from nestfed.deploy.certificates import renew as renew_certificates
+
+    if renew:
+        done = renew_certificates(directory, _passphrase(passphrase_file, again=False), days)
+        echo(f"Renewed {' and '.join(done)} in {directory}; restart the SuperLink and the proxy.")
+        if "ca.crt" in done:
+            echo(f"Send {directory / 'ca.crt'} to every site; their old one works until it expires.")
+        return
+    write_certificates(
+        directory, host or [LOOPBACK], days, b"" if discard else _passphrase(passphrase_file, again=True)
+    )
     echo(f"Keep {directory / 'server.key'} secret; send {directory / 'ca.crt'} to every site.")
+    if not discard:
+        echo(f"Keep {directory / 'ca.key'} and its passphrase, best on another machine, to renew the certificates.")
+
+
+def _passphrase(file: Path | None, *, again: bool) -> bytes:
+    """Return the passphrase of the authority's key; `again`: ask twice for a new one."""
+    import os
+    import sys
+
+    from nestfed.core import NestfedError
+
+    if file is not None:
+        try:
+            found = file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise NestfedError(f"Cannot read the passphrase in {file}: {error.strerror}.") from error
+    elif not (found := os.environ.get("NESTFED_PASSPHRASE", "")):
+        if not sys.stdin.isatty():
+            raise NestfedError(
+                "The authority's key needs a passphrase: give --passphrase-file or NESTFED_PASSPHRASE, or do not keep the key "
+                "with --discard."
+            )
+        found = typer.prompt("Passphrase of the authority's key", hide_input=True, confirmation_prompt=again)
+    if not found:
+        raise NestfedError("The passphrase of the authority's key must not be empty.")
+    return found.encode()
 
 
 @deploy_app.command("key")
 def key_(path: Annotated[Path, typer.Argument(help="The file of the private key.")]) -> None:
     """Write a site's key pair: keep PATH secret, send PATH.pub to the coordinator."""
     from nestfed.cli.main import echo
+    from nestfed.deploy.enrolled import fingerprint
 
     write_key(path)
     echo(f"Keep {path} secret; send {path}.pub to the coordinator.")
+    echo(f"Tell the coordinator its fingerprint by telephone: {fingerprint(Path(f'{path}.pub').read_bytes())}")
+
+
+@deploy_app.command("enrol")
+def enrol_(
+    name: Annotated[str, typer.Argument(help="The site's name.")],
+    key: Annotated[Path, typer.Argument(help="The site's public key, KEY.pub.")],
+    number: Annotated[int, typer.Option(help="The site's number, from 0.", show_default="the next free one")] = -1,
+    study: Annotated[Path, typer.Option(help="The study's folder.")] = Path(),
+    replace: Annotated[bool, typer.Option("--replace", help="Give a listed site a new key.")] = False,
+) -> None:
+    """Add a site to sites.toml: only a SuperNode with its key can take part as this site."""
+    from nestfed.cli.main import echo
+    from nestfed.deploy.enrolled import FILE, enrol, sites_of
+
+    made = enrol(study / FILE, name, key, sites_of(study), number=number, replace=replace)
+    echo(f'{made.name} is site {made.number}, with the key {made.key}: client={made.number} site="{made.name}"')
+
+
+@deploy_app.command("status")
+def status_(
+    directory: Annotated[Path, typer.Argument(help="A run's directory, or a site's state folder.")],
+    certificates: Annotated[
+        Path | None,
+        typer.Option(help="The coordinator's secrets folder, or a site's ca.crt.", show_default="not checked"),
+    ] = None,
+    silence: Annotated[
+        float, typer.Option(help="Hours without an event after which a run that is not over is reported.")
+    ] = 6.0,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON, for monitoring.")] = False,
+) -> None:
+    """Show the state of a deployment: sites, last round, certificates, disk. The exit code is 1 if there is trouble."""
+    from nestfed.cli.main import echo
+    from nestfed.deploy.status import status
+
+    found = status(directory, certificates, silence)
+    echo(found.as_json() if json_ else found.as_text())
+    if found.trouble:
+        raise typer.Exit(1)
+
+
+@deploy_app.command("audit")
+def audit_(
+    directory: Annotated[Path, typer.Argument(help="A run's directory, or a site's state folder.")],
+) -> None:
+    """Verify the audit log and print it. The exit code is 1 if a line was changed, added or removed."""
+    from nestfed.cli.main import echo
+    from nestfed.deploy.audit import FOLDER, events, shown
+
+    found = events(directory / FOLDER)
+    for event in found:
+        echo(shown(event))
+    echo(f"{len(found)} lines, none changed. Head: {(directory / FOLDER / 'head').read_text(encoding='utf-8').strip()}")
 
 
 @deploy_app.command("discloses")

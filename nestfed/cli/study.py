@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from nestfed.cli.survival import SURVIVAL, survival_from_files, survive_started
 from nestfed.cli.tables import (
     Categorical,
     Date,
@@ -29,13 +30,7 @@ from nestfed.core import NestfedError
 
 Files = Annotated[list[Path], typer.Argument(help="One table per site: .csv, .csv.gz or .parquet.")]
 Target = Annotated[str, typer.Option("--target", help="The column to predict.")]
-SomeTarget = Annotated[
-    str, typer.Option("--target", help="The column to predict; for survival, use --event.", show_default="required")
-]
 Objective = Annotated[str, typer.Option("--objective", help="Train for auroc, auprc or accuracy.")]
-AnyObjective = Annotated[
-    str, typer.Option("--objective", help="Train for auroc, auprc or accuracy, or fit survival (exact Cox regression).")
-]
 Time = Annotated[str, typer.Option("--time", help="For survival: the column of times.", show_default="none")]
 Event = Annotated[
     str,
@@ -61,15 +56,53 @@ Hidden = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the split, the initial model and the batches.")]
 
 
+Subgroup = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--subgroup", help="A column by whose values to judge the model too; repeat for several.", show_default="none"
+    ),
+]
+Threshold = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--threshold",
+        help="The rule of a threshold: 'sensitivity 0.9', 'specificity 0.95', 'alerts 0.1' or balanced; repeat for several.",
+        show_default="balanced",
+    ),
+]
+
+
 def train_command(
-    files: Files,
-    target: SomeTarget = "",
-    objective: AnyObjective = "auroc",
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="One table per site (.csv, .csv.gz or .parquet), or the file of a study (.toml)."),
+    ],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            help="The column to predict; for survival, use --event.",
+            show_default="that of the study's file",
+        ),
+    ] = "",
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--objective",
+            help="auto (the best on validation rows), auroc, auprc, pairwise, partial-auroc, accuracy, regress (a number), or "
+            "survival (exact Cox regression).",
+        ),
+    ] = "auto",
     time: Time = "",
     event: Event = "",
     at: At = None,
     group: Group = "",
     drop: Drop = None,
+    subgroup: Subgroup = None,
+    threshold: Threshold = None,
+    calibration: Annotated[
+        str, typer.Option("--calibration", help="common, or sites: every site's own, shrunk towards the common one.")
+    ] = "common",
     split_by: SplitBy = "",
     test_from: TestFrom = "",
     categorical: Categorical = None,
@@ -79,52 +112,80 @@ def train_command(
     decimal: Decimal = "",
     encoding: Encoding = "",
     positive: Positive = "",
-    rounds: Rounds = 50,
-    q: Q = 10,
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="The most communication rounds.", show_default="by validation, up to 100")
+    ] = 0,
+    q: Annotated[int, typer.Option("--q", help="Local steps per round.", show_default="by the size of the tables")] = 0,
     hidden: Hidden = None,
     seed: Seed = 0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Output directory.", show_default="runs/train-TARGET")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a model in the output directory.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model in the output directory, and train again.")
+    ] = False,
 ) -> None:
-    """Train a model across sites, compare it with FedAvg and local training, and write a report."""
+    """Train a model across sites, compare it with the plain ways, and write the model and a report. Run it again to resume."""
     from nestfed.data.faults import COMMAND_LINE
-    from nestfed.study import export
-    from nestfed.study.tables import read_sites
-    from nestfed.study.train import train
+    from nestfed.experiment.spec import read
+    from nestfed.study import findings, release
+    from nestfed.study.start import Started, from_file, from_files, train
 
-    schema = table_schema(categorical, missing, date, sep, decimal, encoding)
-    if objective == "survival":
-        from nestfed.cli.survival import survive_files
-
-        options = {"group": group, "drop": drop or [], "split_by": split_by, "test_from": test_from}
-        survive_files(
-            files, time, event, at or (), schema, {k: v for k, v in options.items() if v},
-            target=target, hidden=hidden or (), seed=seed, out=out, force=force,
+    started: Started
+    if len(files) == 1 and files[0].suffix == ".toml":
+        if target:
+            raise NestfedError(
+                f"{files[0]} says what to predict and how: leave --target and other options out, or edit it."
+            )
+        study = read(files[0])
+        place = out or Path("runs") / f"train-{study.data.target}"
+        release.claim(place, force=force)
+        started = from_file(study)
+    elif objective == SURVIVAL:
+        place = out or Path("runs") / f"train-{event}"
+        started = survival_from_files(
+            files, time, event, at or (), target=target, hidden=hidden or (), seed=seed,
+            schema=table_schema(categorical, missing, date, sep, decimal, encoding),
+            data={"group": group, "drop": drop or [], "split_by": split_by, "test_from": test_from},
         )  # fmt: skip
+    else:
+        if used := [name for name, value in {"--time": time, "--event": event, "--at": at}.items() if value]:
+            raise NestfedError(f"{used[0]} is for survival: add --objective survival, or leave it out.")
+        if not target:
+            raise NestfedError("Name the column to predict with --target, or give the file of a study (.toml).")
+        place = out or Path("runs") / f"train-{target}"
+        release.claim(place, force=force)
+        started = from_files(
+            files,
+            target,
+            objective,
+            positive=positive,
+            schema=table_schema(categorical, missing, date, sep, decimal, encoding),
+            data={
+                "group": group, "drop": tuple(drop or ()), "subgroups": tuple(subgroup or ()), "split_by": split_by,
+                "test_from": test_from,
+            },
+            study={"calibration": calibration} | ({"thresholds": list(threshold)} if threshold else {}),
+            hidden=hidden or (),
+            rounds=rounds,
+            q=q,
+            seed=seed,
+            entrance=COMMAND_LINE,
+        )  # fmt: skip
+    note(started.notes)
+    if started.study.data.target_kind == SURVIVAL:
+        survive_started(started, place, force=force)
         return
-    _reject_survival_options(target, {"--time": time, "--event": event, "--at": at})
-    place = out or Path("runs") / f"train-{target}"
-    export.claim(place, force=force)
-    with _warnings_in_one_line():
-        data = read_sites(
-            files, target, group=group, drop=drop or (), positive=positive, schema=schema, split_by=split_by,
-            test_from=test_from, entrance=COMMAND_LINE,
-        )  # fmt: skip
-        note(data.notes)
-        if len(data.classes) == 2:
-            typer.echo(f"{len(data.sites)} sites; {target} = {data.classes[1]} is the positive class.")
-        outcome = train(
-            data, target, objective, rounds=rounds, q=q, hidden=hidden or (), grouped=group, seed=seed, tell=_tell
-        )
-    written = export.write(outcome, place, files, force=force)
-    columns, rows = export.results(outcome)
+    classes = started.study.data.classes
+    if len(classes) == 2:
+        typer.echo(f"{len(started.tables)} sites; {started.study.data.target} = {classes[1]} is the positive class.")
+    outcome, _, written = train(started, place, force=force, tell=_tell)
+    shown = outcome.test.tables(outcome.metric)[0]
     typer.echo()
-    _table([columns, *([str(cell) for cell in row] for row in rows)])
-    typer.echo(f"\n{export.headline(outcome)}")
-    for hint in outcome.estimator.hints_:
-        typer.echo(hint)
+    _table([list(shown.columns), *([str(cell) for cell in row] for row in shown.rows)])
+    typer.echo(f"\n{findings.headline(outcome)}")
+    for sentence in outcome.conducted.notes:
+        typer.echo(sentence)
     typer.echo()
     for name, path in written.items():
         typer.echo(f"{name:<11} {path}")
@@ -171,14 +232,6 @@ def lr_find_command(
     _table([["lr", found.metric], *([f"{lr:.3g}", f"{value:.4f}"] for lr, value in zip(found.lrs, found.values))])
     mark = f" ({found.end} of those tried)" if found.end else ""
     typer.echo(f"\nbest lr = {found.best:.3g}{mark}" + (f"; plot {found.draw(out)}" if drawable() else ""))
-
-
-def _reject_survival_options(target: str, given: Mapping[str, object]) -> None:
-    """Reject a missing target, and options that only survival has."""
-    if used := [name for name, value in given.items() if value]:
-        raise NestfedError(f"{used[0]} is for survival: add --objective survival, or leave it out.")
-    if not target:
-        raise NestfedError("Name the column to predict: --target COLUMN.")
 
 
 def _tell(sentence: str) -> None:

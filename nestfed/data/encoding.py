@@ -280,9 +280,7 @@ def common_schema(sites: Mapping[str, Sums]) -> Schema:
     """
     kinds: dict[str, dict[str, str]] = {}
     for site, sums in sites.items():
-        for name, (column, first) in _places(sums.schema).items():
-            text, empty = bool(column.categories) or column.other, column.categories == ()
-            kind = "text" if text else "" if empty or not sums.known[first] else "numbers"
+        for name, kind in kinds_of(sums).items():
             kinds.setdefault(name, {}).setdefault(kind, site)
     for name, by_kind in kinds.items():
         for site, sums in sites.items():
@@ -352,6 +350,17 @@ def differences(sites: Mapping[str, Sums]) -> list[str]:
                 f"common have a feature each, and the {len(rare):,} others share one."
             )
     return found
+
+
+def kinds_of(sums: Sums) -> dict[str, str]:
+    """Return what each column of a site holds: "text", "numbers", or "" if no value is known."""
+
+    def kind(column: Column, first: int) -> str:
+        if column.categories is None and not column.other:
+            return "numbers" if sums.known[first] else ""
+        return "text" if column.categories or column.other else ""
+
+    return {name: kind(column, first) for name, (column, first) in _places(sums.schema).items()}
 
 
 def _inside(where: str) -> str:

@@ -90,6 +90,8 @@ class Roles:
     """The target's values in order; None = those of the table."""
     kind: str = CLASS
     """What the target is: class, number or survival."""
+    subgroups: tuple[str, ...] = ()
+    """Columns that are features, and by whose values a model is judged as well."""
     time: str = ""
     """For survival, the column of times; `target` is the event."""
 
@@ -107,7 +109,7 @@ class Roles:
 
     def check(self, tables: Sequence[Raw], faults: Faults) -> None:
         """Note columns that tables lack, those with two roles, and tables without rows."""
-        for name in self.names:
+        for name in (*self.names, *self.subgroups):
             lacking = [raw for raw in tables if name not in raw.columns]
             for raw in lacking[:1] if len(lacking) == len(tables) else lacking:
                 like = ", like the other tables," if len(lacking) == len(tables) > 1 else ""
@@ -129,6 +131,7 @@ def load_table(
     classes: Sequence[str] | None = None,
     schema: TableSchema = EMPTY,
     target_kind: str = CLASS,
+    subgroups: Sequence[str] = (),
     time: str = "",
     entrance: Entrance = PYTHON,
 ) -> Dataset:
@@ -146,9 +149,8 @@ def load_table(
     names each y. A table with a single class is allowed if it is clear which one it is. With target_kind = "number", y is
     the target as numbers; with "survival", y holds the columns `time` and `target`, which says whether the event happened.
     """
-    roles = Roles(
-        target, tuple(columns), tuple(drop), None if classes is None else tuple(map(str, classes)), target_kind, time
-    )
+    names = None if classes is None else tuple(map(str, classes))
+    roles = Roles(target, tuple(columns), tuple(drop), names, target_kind, tuple(subgroups), time)
     faults = Faults(entrance)
     raw = read_table(path, schema.form, schema.as_text)
     if raw.where.lower().endswith(".npz"):
@@ -169,7 +171,9 @@ def as_datasets(tables: Sequence[Raw], roles: Roles, schema: TableSchema, faults
             continue
         with faults.noting():
             y, names = _target(raw, roles, schema, faults)
-            kept = {name: plain(raw.columns[name]) for name in roles.columns if name in raw.columns}
+            kept = {
+                name: plain(raw.columns[name]) for name in (*roles.columns, *roles.subgroups) if name in raw.columns
+            }
             if x.shape[1]:
                 found.append(Dataset(x, y, kept, columns, names, schema, notes))
     faults.check()

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nestfed.core import NestfedError
+from nestfed.deploy.enrolled import FILE, write_sites
+from nestfed.deploy.kit import filled, values_of, write_kit
 
 if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
@@ -28,6 +30,7 @@ dependencies = ["nestfed[flower]", "flwr>={flwr},<1.42"]
 publisher = "nestfed"
 fab-format-version = 1
 flwr-version-target = "{flwr}"
+fab-include = ["/experiment.toml", "/federated/*.py", "/LICENSE"]  # what the SuperLink gets and sends to the sites
 
 [tool.flwr.app.components]
 serverapp = "federated.server:app"
@@ -39,7 +42,10 @@ min-sites = {least}        # valid answers that a round needs; with fewer, it is
 deadline = {deadline}     # seconds after which a round continues without the missing answers
 norm-limit = 0.0     # largest change accepted from one site in one round; 0.0 = no limit
 lost-state = "refuse" # a site that lost its private fields is left out; "restart" lets it start over
-out = "{out}"        # run directory on the coordinator, relative to where the SuperLink was started
+# On the coordinator, relative to where the SuperLink was started:
+out = "{out}"        # the run directory
+enrolled = "{enrolled}" # the list of sites and their keys; "" takes every site at its word
+certificates = "{certificates}" # the folder with its certificates, to warn before they expire; "" = nowhere
 """
 
 APP = '''\
@@ -65,6 +71,8 @@ def write_app(
     least: int = 0,
     deadline: float = 600.0,
     out: str = "runs/federated",
+    enrolled: str = "",
+    certificates: str = "",
 ) -> None:
     """Write a Flower app that runs an experiment."""
     try:
@@ -74,7 +82,14 @@ def write_app(
     (folder / "federated").mkdir(parents=True, exist_ok=True)
     files = {
         "pyproject.toml": PYPROJECT.format(
-            name=_project_name(folder), flwr=FLWR, sites=sites, least=least or sites, deadline=float(deadline), out=out
+            name=_project_name(folder),
+            flwr=FLWR,
+            sites=sites,
+            least=least or sites,
+            deadline=float(deadline),
+            out=out,
+            enrolled=enrolled,
+            certificates=certificates,
         ),
         "experiment.toml": tomli_w.dumps({k: v for k, v in experiment.source.items() if k != "methods"}),
         "federated/__init__.py": '"""A federated experiment."""\n',
@@ -92,21 +107,19 @@ def _project_name(folder: Path) -> str:
     return kept[:30].strip("-") or "federated"
 
 
-def init(folder: Path, experiment: Experiment, sites: int) -> None:
-    """Write an app with a README for the coordinator and the sites."""
+def init(folder: Path, experiment: Experiment, sites: int, host: str = "coordinator.example.org") -> None:
+    """Write an app with a README for the coordinator and the sites, and the kit for their IT departments."""
     from nestfed.deploy.discloses import page
 
     if folder.exists() and any(folder.iterdir()):
         raise NestfedError(f"{folder} is not empty; choose another directory.")
     check_experiment(experiment, sites)
-    write_app(folder, experiment, sites)
-    text = (Path(__file__).parent / "readme.md").read_text(encoding="utf-8")
-    values = {
-        "SITES": str(sites), "LAST": str(sites - 1), "DIGEST": experiment.digest(), "METHOD": experiment.algorithm.name,
-    }  # fmt: skip
-    for key, value in values.items():
-        text = text.replace(f"@{key}@", value)
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    values = values_of(host, experiment.digest())
+    write_app(folder, experiment, sites, enrolled=FILE, certificates="secrets")
+    write_sites(folder / FILE, ())
+    write_kit(folder, values)
+    values |= {"SITES": str(sites), "LAST": str(sites - 1), "METHOD": experiment.algorithm.name}
+    (folder / "README.md").write_text(filled("study.md", values), encoding="utf-8")
     (folder / "DISCLOSURE.md").write_text(page(experiment), encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nestfed.core import __version__
+from nestfed.deploy.preflight import KINDS
 from nestfed.engine.program import TAP
 from nestfed.experiment.build import method
 from nestfed.experiment.spec import Experiment
@@ -67,6 +68,9 @@ def _always() -> Iterator[Item]:
     yield Item("at registration", "site", "the site's name")
     yield Item("at registration", "rows", "its numbers of training, validation and test rows; 0 below its min-cell")
     yield Item("at registration", "torch", "the version of torch")
+    yield Item("at registration", "clock", "the time of its clock")
+    kinds = "; ".join(f"`{name}`: {kind.sentence}" for name, kind in KINDS.items())
+    yield Item("at registration", "problems", f"which of these it found: {kinds}", "one word each")
 
 
 def _asked(study: Experiment) -> Iterator[Item]:

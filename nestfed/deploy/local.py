@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nestfed.core import NestfedError
 from nestfed.deploy.app import check_experiment, write_app
 from nestfed.deploy.certificates import write_certificates, write_key
+from nestfed.deploy.enrolled import FILE, Enrolled, fingerprint, write_sites
 from nestfed.deploy.processes import Processes
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+SUPERNODE = (sys.executable, "-m", "nestfed", "deploy", "supernode")
+"""The command that starts a site."""
 ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 """Turn off Flower's telemetry and update check."""
 
@@ -41,6 +43,8 @@ class Local:
     port: int = 0
     node_ports: dict[int, int] = field(default_factory=dict)
     sites: dict[int, dict[str, Any]] = field(default_factory=dict)
+    commands: dict[int, Sequence[str]] = field(default_factory=dict)
+    """The beginning of the command of each site that is not started by `SUPERNODE`."""
 
     def __post_init__(self) -> None:
         self.port = self.port or free_port()
@@ -126,6 +130,11 @@ class Local:
         for n in sites:
             (self.secrets / f"site-{n}.registered").touch()
 
+    def enrolled(self, n: int) -> Enrolled:
+        """Return a registered site as sites.toml lists it."""
+        public = (self.secrets / f"site-{n}.key.pub").read_bytes()
+        return Enrolled(n, f"site-{n}", fingerprint(public))
+
     def supernode(self, n: int, **config: Any) -> None:
         """Start a site."""
         values = {"client": n, "site": f"site-{n}", "state": str(self.folder / "state" / f"site-{n}"), "threads": 1}
@@ -139,8 +148,7 @@ class Local:
         self.processes.start(
             f"site-{n}",
             [
-                sys.executable, "-m", "nestfed", "deploy", "supernode", *tls, "--superlink", f"{LOOPBACK}:{self.port}",
-                "--host", LOOPBACK, "--port", str(port), "--node-config", words,
+                *self.commands.get(n, SUPERNODE), *tls, "--superlink", f"{LOOPBACK}:{self.port}", "--host", LOOPBACK, "--port", str(port), "--node-config", words,
             ],
             self.environment(f"site-{n}"),
         )  # fmt: skip
@@ -169,27 +177,6 @@ class Local:
                 return
             time.sleep(0.1)
         raise NestfedError(f"The {name} is not listening after {seconds:g} s:\n{self.processes.tail(name)}")
-
-
-def supernode(options: Sequence[str]) -> None:
-    """Run a SuperNode and exit when it ends.
-
-    A connection that breaks during a TLS handshake ends Flower's worker, but one of its threads keeps the process alive.
-    """
-    try:
-        from flwr.supernode.cli import flower_supernode
-    except ImportError as error:
-        raise NestfedError("Deployment needs Flower: pip install 'nestfed[flower]'.") from error
-    sys.argv = ["flower-supernode", *options]
-    # Flower looks for its other commands there.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    try:
-        flower_supernode()
-    except Exception:  # otherwise the thread keeps the process alive
-        traceback.print_exc()
-    sys.stderr.write("nestfed: the SuperNode lost the SuperLink; start it again.\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def free_port() -> int:
@@ -224,7 +211,17 @@ def local(
     if finished.exists():
         return read_record(record)
     folder = out / "flower"
-    write_app(folder / "app", experiment, sites, least=least, deadline=deadline, out=str(out))
+    enrolled, secrets = ("", "") if insecure else (str(folder / FILE), str(folder / "secrets"))
+    write_app(
+        folder / "app",
+        experiment,
+        sites,
+        least=least,
+        deadline=deadline,
+        out=str(out),
+        enrolled=enrolled,
+        certificates=secrets,
+    )
     shown = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
     try:
         with Processes(folder / "logs") as processes:
@@ -233,6 +230,7 @@ def local(
             federation.superlink()
             if not insecure:
                 federation.register(*range(sites))
+                write_sites(folder / FILE, [federation.enrolled(n) for n in range(sites)])
             for n in range(sites):
                 federation.supernode(n, **{"min-cell": min_cell})
             history = read_record(record)

@@ -78,12 +78,14 @@ class Processes:
 
     def _end(self, leaders: Sequence[subprocess.Popen[bytes]], mark: str, number: int) -> None:
         """Send a signal to all processes with a mark, wait, and kill the rest."""
-        for attempt, patience in ((number, 5.0), (signal.SIGKILL, 5.0)):
-            for pid in marked(mark):
+        # A SuperNode needs seconds to tell the SuperLink, which otherwise rejects its successor for a minute.
+        for attempt, patience in ((number, 10.0), (signal.SIGKILL, 5.0)):
+            found = marked(mark)
+            for pid in found:  # each gets one signal: at a second, a SuperNode ends without telling the SuperLink
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, attempt)
             for leader in leaders:
-                if leader.poll() is None:  # systems without /proc
+                if leader.pid not in found and leader.poll() is None:  # systems without /proc
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(leader.pid, attempt)
             end = time.monotonic() + patience

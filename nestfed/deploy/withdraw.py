@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 from pathlib import Path
 
 from nestfed.core import NestfedError
+from nestfed.deploy.audit import FOLDER, Audit
 from nestfed.files import write_atomically
 
 WITHDRAWN = "withdrawn"
@@ -18,6 +20,7 @@ def withdraw(state: Path) -> str:
     write_atomically(
         state / WITHDRAWN, b"This site has withdrawn from its study. Delete this file to take part again.\n"
     )
+    Audit(state / FOLDER, getpass.getuser()).add("site withdrew")
     return (
         f"The site answers nothing from now on, except that it has withdrawn. Its earlier contributions stay in the model. "
         f"Delete {state / WITHDRAWN} to take part again."

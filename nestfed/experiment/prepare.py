@@ -29,6 +29,8 @@ PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "tiny-imagenet-200": _TINY,
 }
 """The usual mean and standard deviation per channel, for pixels in [0, 1]. Other images stay in [0, 1]."""
+PATIENT = "patient"
+"""The column whose rows stay together in a split, if there is one and the data name no other."""
 BY_CLASS = ("similar", "all-classes", "k-classes", "dirichlet")
 """The kinds of partition that look at labels."""
 Scaling = Callable[[np.ndarray], Tensor]
@@ -75,6 +77,8 @@ class DataSpec:
     """Where the test rows begin: a year, month or day, as in 2020, 2020-06 or 2020-06-30, or a number."""
     leave_out: str = ""
     """A site whose rows are the test rows: a value of partition.column, or the name of a site with its own table."""
+    subgroups: tuple[str, ...] = ()
+    """Columns by whose values a study judges its models as well; they are features."""
     target_kind: str = "class"
     """What the target is: class, number for regression, or survival."""
     time: str = ""
@@ -136,6 +140,8 @@ class Prepared:
     transform: Callable[[Tensor], Tensor] | None
     summary: partition.Summary
     """Training examples by client and class."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The training examples' hospital, region, …"""
 
     @property
     def positive_rate(self) -> float:
@@ -213,6 +219,7 @@ def divide(
         classes,
         later,
         _summary(data, whole, shares, strata[rows.train], names, unlabelled),
+        {k: v[rows.train] for k, v in whole.columns.items()},
     )
 
 
@@ -321,7 +328,7 @@ def as_table(data: Dataset) -> tuple[np.ndarray, Schema]:
 def roles_of(data: DataSpec) -> Roles:
     """Return what the columns of a table are for."""
     columns = tuple(dict.fromkeys(filter(None, [*data.columns, data.group, data.split_by])))
-    return Roles(data.target, columns, data.drop, data.classes or None, data.target_kind, data.time)
+    return Roles(data.target, columns, data.drop, data.classes or None, data.target_kind, data.subgroups, data.time)
 
 
 def load_examples(data: DataSpec, schema: TableSchema = EMPTY) -> tuple[Dataset, Dataset | None]:
@@ -334,7 +341,7 @@ def load_examples(data: DataSpec, schema: TableSchema = EMPTY) -> tuple[Dataset,
         roles = roles_of(data)
         table = load_table(
             Path(data.file), roles.target, columns=roles.columns, drop=roles.drop, classes=roles.classes, schema=schema,
-            target_kind=roles.kind, time=roles.time, entrance=FILE,
+            target_kind=roles.kind, subgroups=roles.subgroups, time=roles.time, entrance=FILE,
         )  # fmt: skip
         return table, None
     split = load(data.name, data.folder or None)
@@ -393,7 +400,7 @@ def _aside(
     chosen: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Hold out some of some rows: by patient if patients are known, otherwise by strata."""
-    name = data.group or ("patient" if "patient" in whole.columns else "")
+    name = data.group or (PATIENT if PATIENT in whole.columns else "")
     group = _column("data.group", name, whole.columns)[rows] if name else None
     of = None if chosen is None else chosen[rows]
     rest, held = aside(len(rows), share, seed, purpose, strata=strata[rows], group=group, chosen=of)

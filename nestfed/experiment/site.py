@@ -23,7 +23,18 @@ from nestfed.data.schema import TableSchema
 from nestfed.data.sources import Dataset
 from nestfed.data.tables import as_datasets
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
-from nestfed.experiment.prepare import Held, PartitionSpec, Prepared, as_table, divide, load_examples, prepare, roles_of
+from nestfed.experiment.prepare import (
+    PATIENT,
+    DataSpec,
+    Held,
+    PartitionSpec,
+    Prepared,
+    as_table,
+    divide,
+    load_examples,
+    prepare,
+    roles_of,
+)
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL
 from nestfed.experiment.target import Target
@@ -49,6 +60,10 @@ class Place:
     """The site's own table; empty = part n of the experiment's dataset."""
     name: str = ""
     """The site's name, for a split that leaves one site out."""
+
+
+Table = tuple[Dataset, Dataset | None]
+"""The content of a site's file, and its own test set, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,8 @@ def parts_of(prepared: Prepared) -> dict[str, Held]:
     """Return the examples of one site by part, without empty parts."""
     mine = prepared.parts[0]
     held = {TEST: prepared.test, VALIDATION: prepared.validation}
-    found = {TRAINING: Held(prepared.x[mine], prepared.y[mine])}
+    columns = {k: v[mine] for k, v in prepared.columns.items()}
+    found = {TRAINING: Held(prepared.x[mine], prepared.y[mine], columns=columns)}
     return found | {part: some for part, some in held.items() if some is not None and len(some.y)}
 
 
@@ -115,9 +131,16 @@ def own_tables(experiment: Experiment, files: Mapping[str, str | Path]) -> dict[
     return dict(zip(files, as_datasets(raw, roles_of(data), experiment.schema, faults)))
 
 
-def own_examples(experiment: Experiment, place: Place) -> SiteExamples:
-    """Read a site's file and split off its test examples."""
-    return divided(experiment, *own_table(experiment, place.file), site=place.name)
+def examples_at(experiment: Experiment, place: Place, table: Table | None = None) -> SiteExamples:
+    """Return a site's examples: those of its own file, or its part of the experiment's dataset.
+
+    - `table`: the file's content, if it was read before.
+    """
+    if place.file:
+        return divided(experiment, *(table or own_table(experiment, place.file)), site=place.name)
+    prepared = _part(experiment, place.n)
+    names = Target.of(experiment.data, tuple(map(str, range(prepared.classes)))).classes
+    return SiteExamples(prepared, (), names, True)
 
 
 def divided(experiment: Experiment, whole: Dataset, test: Dataset | None = None, site: str = "") -> SiteExamples:
@@ -134,13 +157,7 @@ def divided(experiment: Experiment, whole: Dataset, test: Dataset | None = None,
 
 def raw_rows(experiment: Experiment, place: Place) -> dict[str, Rows]:
     """Return a site's rows by part, before the sites have agreed on an encoding."""
-    if not isinstance(experiment.problem, Labelled):
-        return {}
-    if place.file:
-        return own_examples(experiment, place).rows()
-    prepared = _part(experiment, place.n, experiment.partition.clients)
-    names = Target.of(experiment.data, tuple(map(str, range(prepared.classes)))).classes
-    return {part: Rows(held.x.numpy(), held.y.numpy(), classes=names) for part, held in parts_of(prepared).items()}
+    return examples_at(experiment, place).rows() if isinstance(experiment.problem, Labelled) else {}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -156,13 +173,14 @@ class Made:
     """Returns the rows of a part as model inputs."""
 
 
-def at_site(experiment: Experiment, place: Place, agreement: Agreement) -> Made:
-    """Return the objects of a site."""
+def at_site(
+    experiment: Experiment, place: Place, agreement: Agreement, examples: Callable[[], SiteExamples] | None = None
+) -> Made:
+    """Return the objects of a site; `examples` returns its examples, if they were read before."""
     if not isinstance(experiment.problem, Labelled):
         return Made(assemble(experiment), lambda part: None)
-    if place.file:
-        return made_of(experiment, own_examples(experiment, place).encoded(agreement, place.file), agreement)
-    return made_of(experiment, _part(experiment, place.n, agreement.clients), agreement)
+    own = examples_at(experiment, place) if examples is None else examples()
+    return made_of(experiment, own.encoded(agreement, place.file), agreement)
 
 
 def made_of(experiment: Experiment, own: Prepared, agreement: Agreement) -> Made:
@@ -205,14 +223,13 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     return labelled(experiment, empty, agreement.p, experiment.run.seed, agreement.totals, scale)
 
 
-def _part(experiment: Experiment, n: int, clients: int) -> Prepared:
+def _part(experiment: Experiment, n: int) -> Prepared:
     """Return part n of the experiment's dataset as the examples of one site."""
     prepared = prepare(experiment.data, experiment.partition, experiment.run.seed, experiment.schema)
-    if not 0 <= n < len(prepared.parts):
-        raise NestfedError(
-            f"The dataset has {len(prepared.parts)} parts, so the client must be 0 to {len(prepared.parts) - 1}, not {n}."
-        )
-    test, validation = _share(prepared.test, n, clients), _share(prepared.validation, n, clients)
+    sites = len(prepared.parts)
+    if not 0 <= n < sites:
+        raise NestfedError(f"The dataset has {sites} parts, so the client must be 0 to {sites - 1}, not {n}.")
+    test, validation = _share(prepared.test, n, sites), _share(prepared.validation, n, sites)
     return replace(prepared, parts=[prepared.parts[n]], test=test or prepared.test, validation=validation)
 
 
@@ -329,15 +346,14 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def inputs_at(
-    study: Experiment, place: Place, site: str, agreement: Agreement, network: Network, final: bool
-) -> Mapping[str, Rows]:
-    """Return a site's rows by part as model inputs, in the division of a study's last trainings or of its trials."""
-    whole, test = own_table(study, place.file)
+def own_rows(study: Experiment, place: Place, agreement: Agreement, table: Table | None = None) -> OwnRows:
+    """Return a site's rows as model inputs; `table`: its file's content, if it was read before."""
+    network = Network.of(study, agreement)
     trial, last = (
-        divided(made, whole, test, site).encoded(agreement, place.file) for made in (study, study.with_overrides(FINAL))
+        examples_at(made, place, table).encoded(agreement, place.file or place.name)
+        for made in (study, study.with_overrides(FINAL))
     )
-    return OwnRows(site, network, agreement, trial, last).by_part(final)
+    return OwnRows(place.name, study.data, network, agreement, trial, last)
 
 
 @dataclass(frozen=True)
@@ -345,6 +361,7 @@ class OwnRows:
     """A site's rows as model inputs, in the division of a study's trials and in that of its last trainings."""
 
     site: str
+    data: DataSpec
     network: Network
     agreement: Agreement
     trial: Prepared
@@ -370,6 +387,8 @@ class OwnRows:
                 scores=partial(_scores, self.network, some),
                 scores_of=lambda x, inputs: self.network.scores(x, torch.from_numpy(inputs)),
                 site=self.site,
+                group=some.columns.get(self.data.group or PATIENT),
+                columns={name: some.columns[name].astype(str) for name in self.data.subgroups},
                 own=lambda some=some: self.network.scores(self.own_model, some.x),  # type: ignore[misc]
                 classes=self.agreement.classes,
             )

@@ -34,8 +34,6 @@ class StudySpec:
 
     baseline: str = "fedavg"
     """The method that the proposed one is compared with."""
-    subgroups: tuple[str, ...] = ()
-    """Columns whose values are judged separately; they stay features."""
     thresholds: tuple[str, ...] = ("balanced",)
     """The model's thresholds: "sensitivity 0.9", "specificity 0.95", "alerts 0.1" or balanced; the first decides."""
     calibration: str = "common"

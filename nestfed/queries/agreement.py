@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from nestfed.core import NestfedError
 from nestfed.data import encoding
 from nestfed.data.clients import Totals
 from nestfed.data.design import Design
-from nestfed.data.encoding import NO_TABLE, Sums, TableEncoding, schema_from_json, schema_to_json
+from nestfed.data.encoding import NO_TABLE, Sums, TableEncoding, kinds_of, schema_from_json, schema_to_json
+from nestfed.data.schema import TableSchema
 from nestfed.data.tables import CLASS, NUMBER, SURVIVAL
 from nestfed.queries import CLASSES, ROWS, SQUARES, TABLE, Answers, Question
 from nestfed.queries.errors import SCALE, scale_of
@@ -36,6 +37,8 @@ class Agreement:
     encoding: TableEncoding = NO_TABLE
     totals: Totals = Totals(0, 0, 0)
     """The rows of all sites that made the agreement."""
+    known: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """For every feature, the rows of all sites in which it is known."""
     center: float = 0.0
     """The mean of a target that is a number."""
     unit: float = 1.0
@@ -46,8 +49,9 @@ class Agreement:
         words = {"clients": self.clients, "shape": self.shape, "classes": self.classes, "p": self.p}
         words |= {"center": self.center, "unit": self.unit, "design": isinstance(self.encoding, Design)}
         words |= {"totals": astuple(self.totals), "columns": schema_to_json(self.encoding.schema)}
-        scaling = self.encoding
-        return words, {"mean": scaling.mean, "deviation": scaling.deviation, "gaps": scaling.gaps.astype(np.uint8)}
+        scaling, known = self.encoding, np.asarray(self.known, np.int64)
+        numbers = {"mean": scaling.mean, "deviation": scaling.deviation, "gaps": scaling.gaps.astype(np.uint8)}
+        return words, numbers | {"known": known}
 
     @classmethod
     def unpacked(cls, words: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Agreement:
@@ -61,8 +65,12 @@ class Agreement:
         center, unit = float(words["center"]), float(words["unit"])
         if not unit > 0:
             raise ValueError("the deviation of the target is not positive")
-        encoding = (Design if words["design"] else TableEncoding)(schema, *numbers)
-        return cls(int(words["clients"]), shape, classes, float(words["p"]), encoding, totals, center, unit)
+        made, known = (Design if words["design"] else TableEncoding)(schema, *numbers), np.array(arrays["known"])
+        return cls(int(words["clients"]), shape, classes, float(words["p"]), made, totals, known, center, unit)
+
+    def read_by(self, table: TableSchema) -> Agreement:
+        """Return the agreement whose encoding can also read tables as they are in files."""
+        return replace(self, encoding=replace(self.encoding, table=table))
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,8 @@ class Rules:
     """The sites that are needed."""
     target: str = CLASS
     """The kind of the target: the scale of a number matters; survival needs the columns of a regression."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """The names of sites that cannot take part already, with the reasons."""
 
 
 def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callable[[int, str], None]) -> Agreement:
@@ -136,10 +146,8 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
     while True:
         there = {n: told[n] for n in sorted(told) if n not in out}
         if len(there) < rules.least:
-            reasons = "".join(f" Site {name(n)}: {why}" for n, why in out.items())
-            raise NestfedError(
-                f"Only {len(there)} of {rules.clients} sites can take part, {rules.least} are needed.{reasons}"
-            )
+            reasons = {**rules.lost, **{name(n): why for n, why in out.items()}}
+            raise too_few(len(there), rules.clients, rules.least, reasons)
         found = _merged(there, rules, name)
         if rules.target == NUMBER:
             scales = {n: answer for n, answer in ask([Question(SCALE)]).items() if n in there}
@@ -165,6 +173,14 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
         return replace(found, encoding=made, shape=(len(made.inputs),) if len(found.shape) == 1 else found.shape)
 
 
+def too_few(there: int, sites: int, least: int, reasons: Mapping[str, str]) -> NestfedError:
+    """Return the error that lists why each of the missing sites cannot take part."""
+    each = "".join(f" Site {name}: {sentence}" for name, sentence in sorted(reasons.items()))
+    return NestfedError(
+        f"Only {there} of {sites} sites can take part, {least} are needed. Repair them, restart them and run again.{each}"
+    )
+
+
 def _outvoted(told: Mapping[int, Told], name: Callable[[int], str]) -> dict[int, list[str]]:
     """Return the sites that differ from more than half of the sites, with the reasons."""
     found: dict[int, list[str]] = {}
@@ -181,16 +197,25 @@ def _outvoted(told: Mapping[int, Told], name: Callable[[int], str]) -> dict[int,
         hint = "list the classes in data.classes of the experiment."
         different = {n: one for n, one in told.items() if one.kind != usual}
         found = {n: [f"it has {one}, but most sites have {example}; {hint}"] for n, one in different.items()}
-    columns = {n: {c.name for c in one.sums.schema} for n, one in told.items() if n not in found and one.sums}
-    for column in sorted(set().union(*columns.values())):
-        holders = {n for n, names in columns.items() if column in names}
-        if 2 * len(holders) > len(columns):
-            for n in columns.keys() - holders:
+    tables = {n: kinds_of(one.sums) for n, one in told.items() if n not in found and one.sums}
+    for column in sorted(set().union(*tables.values())):
+        holders = {n for n, kinds in tables.items() if column in kinds}
+        if 2 * len(holders) > len(tables):
+            for n in tables.keys() - holders:
                 found.setdefault(n, []).append(f"It has no column {column!r}, which most sites have.")
-        elif 2 * len(holders) < len(columns):
+        elif 2 * len(holders) < len(tables):
             for n in holders:
                 found.setdefault(n, []).append(f"It has a column {column!r}, which most sites lack.")
+        for n, kind, common in _of_other_kind({n: tables[n][column] for n in sorted(holders)}):
+            found.setdefault(n, []).append(f"Its column {column!r} holds {kind}, but {common} at most sites.")
     return found
+
+
+def _of_other_kind(kinds: Mapping[int, str]) -> list[tuple[int, str, str]]:
+    """Return the sites whose column holds another kind of values than more than half of the sites', with both kinds."""
+    filled = {n: kind for n, kind in kinds.items() if kind}
+    common, most = Counter(filled.values()).most_common(1)[0] if filled else ("", 0)
+    return [(n, kind, common) for n, kind in filled.items() if kind != common and 2 * most > len(filled)]
 
 
 def _sums(told: Mapping[int, Told], name: Callable[[int], str]) -> dict[str, Sums]:
@@ -213,5 +238,7 @@ def _merged(told: Mapping[int, Told], rules: Rules, name: Callable[[int], str]) 
     if first.sums is None:
         return found
     table = len(first.shape) == 1
-    made = encoding.merge(_sums(told, name), mark_gaps=table, robust=rules.robust)
-    return replace(found, encoding=made, shape=(len(made.inputs),) if table else first.shape)
+    sums = _sums(told, name)
+    made = encoding.merge(sums, mark_gaps=table, robust=rules.robust)
+    known = np.sum([one.aligned(made.schema, site)[0] for site, one in sums.items()], axis=0).astype(np.int64)
+    return replace(found, encoding=made, shape=(len(made.inputs),) if table else first.shape, known=known)

@@ -54,9 +54,10 @@ class AtHand:
         exchange = self.study.exchange
         rules = Rules(
             len(self.names), exchange.weights == "examples", not exchange.reduction.plain, len(self.names),
-            self.study.data.target_kind,
+            target=self.study.data.target_kind,
         )  # fmt: skip
-        return agree(ask_all, rules, self.names.__getitem__, reject)
+        found = agree(ask_all, rules, self.names.__getitem__, reject)
+        return found.read_by(next(iter(self.tables.values())).table)
 
     @cached_property
     def network(self) -> Network:
@@ -110,7 +111,7 @@ class AtHand:
                 divided(made, table, site=name).encoded(self.agreement, f"site {name}")
                 for made in (self.study, self.study.with_overrides(FINAL))
             )
-            found.append(OwnRows(name, self.network, self.agreement, trial, last))
+            found.append(OwnRows(name, self.study.data, self.network, self.agreement, trial, last))
         return found
 
     def joined(self, final: bool) -> Prepared:

@@ -37,6 +37,7 @@ from nestfed.queries.survival import (
 )
 from nestfed.queries.times import CELLS, HISTOGRAM, TIMES, Grid, agree
 from nestfed.study.conduct import Sites, asking
+from nestfed.study.reference import Reference
 
 LOG = logging.getLogger(__name__)
 QUERIES = (FACTS, RISK, MOMENTS, OUTER, OWN, TIMES, HISTOGRAM, CELLS, LIFE, PAIRS, SCORED, BRIER)
@@ -67,6 +68,8 @@ class Survived:
 
     study: Experiment
     encoding: Design
+    reference: Reference
+    """Statistics of the training rows, to compare new rows with."""
     names: Sequence[str]
     """The sites."""
     scaled: Fit
@@ -137,6 +140,7 @@ def survive(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
     return Survived(
         study,
         encoding,
+        Reference(sites.agreement.totals.rows, sites.agreement.known),
         sites.names,
         scaled,
         fit,

@@ -25,8 +25,8 @@ QUERIES = (*conducting.QUERIES, *judging.QUERIES, *recalibrating.QUERIES)
 """What a study asks besides what every run over tables asks."""
 ALONE = "every site alone"
 """Every site's own exact regression, judged on its own rows."""
-COMMON, BY_SITE = "common calibration", "calibration by site"
-"""The released model with either calibration."""
+COMMON, BY_SITE, UNCALIBRATED = "common calibration", "calibration by site", "scores"
+"""The released model with either calibration, and its scores alone."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,12 @@ class Outcome:
         return self.counts.tally(BY_SITE if self.calibration.sites else COMMON)
 
     @property
+    def plain(self) -> Tally:
+        """The counts of the released model's scores of the test rows, before calibration."""
+        assert self.counts is not None
+        return self.counts.tally(UNCALIBRATED)
+
+    @property
     def ways(self) -> Sequence[Way]:
         """All trained models, exact regression last."""
         return (*self.conducted.ways, self.conducted.exact.way)
@@ -91,7 +97,7 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
     if not found.target.binary:
         last = {way.name: Candidate(way.x) for way in ways}
         test = judge(
-            final, last | alone, kind=kind, subgroups=study.study.subgroups,
+            final, last | alone, kind=kind, subgroups=study.data.subgroups,
             reference=released.name, sites=names,
         )  # fmt: skip
         return Outcome(
@@ -105,12 +111,12 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
     used = common if study.study.calibration == "common" else adapted.calibration
     last = {way.name: Candidate(way.x, maps[way.name]) for way in ways} | {released.name: Candidate(released.x, used)}
     test = judge(
-        final, last | alone, kind=kind, metrics=_metrics(metric), subgroups=study.study.subgroups,
+        final, last | alone, kind=kind, metrics=_metrics(metric), subgroups=study.data.subgroups,
         reference=study.study.baseline, sites=names,
     )  # fmt: skip
     both = {COMMON: Candidate(released.x, common), BY_SITE: Candidate(released.x, adapted.calibration)}
     recalibrated = judge(final, both, kind=kind, metrics=["brier"], sites=names)
-    counts = count(final, both, kind, sites=names)
+    counts = count(final, both | {UNCALIBRATED: Candidate(released.x)}, kind, sites=names)
     chosen = count(trial, {"": Candidate(released.trial, used)}, kind, sites=names, part=VALIDATION)
     thresholds = decide.thresholds(
         chosen.tally(""), counts.tally(COMMON if used is common else BY_SITE), study.study.thresholds

@@ -56,6 +56,7 @@ def proposed(
     classes: Sequence[str],
     *,
     data: Mapping[str, Any] | None = None,
+    schema: Mapping[str, Any] | None = None,
     sites: Mapping[str, str] | None = None,
     hidden: Sequence[int] = (),
     rounds: int = 0,
@@ -68,6 +69,7 @@ def proposed(
     - `rows`: the number of rows of each site.
     - `classes`: empty for a target that is a number.
     - `data`, `study`: further settings of [data] and [study].
+    - `schema`: the table [schema].
     - `sites`: the file of each site, if the tables are at hand.
     - `rounds`, `q`: 0 = from the sizes of the tables.
     """
@@ -95,9 +97,11 @@ def proposed(
         "evaluation": {
             "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": _metric(objective, classes),
         },
-        "study": dict(study or {}),
+        "study": {"release": "best" if objective == "auto" else "first", **(study or {})},
         "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},
     }  # fmt: skip
+    if schema:
+        tables["schema"] = dict(schema)
     if sites:
         tables["sites"] = dict(sites)
     return tables

@@ -49,6 +49,7 @@ def model_of(found: Survived) -> StudyModel:
             sites={name: (sum(rows),) for name, rows in found.rows.items()},
             notes=found.notes,
         ),
+        reference=found.reference,
         survival=curve,
     )
 

@@ -16,7 +16,7 @@ from nestfed.data.readers import Raw
 from nestfed.data.readers import read_table as read_file
 from nestfed.data.schema import EMPTY, TableSchema, is_number, same_spelling, spaced
 from nestfed.data.split import late
-from nestfed.data.tables import CLASS, Roles, as_datasets
+from nestfed.data.tables import CLASS, Dataset, Roles, as_datasets
 from nestfed.study.sites import Site
 
 
@@ -31,6 +31,46 @@ class Sites:
     """How the files were read."""
     notes: tuple[str, ...] = ()
     """Sentences on what was detected in the files and may surprise."""
+
+
+@dataclass(frozen=True)
+class ReadFiles:
+    """The files of all sites as datasets with the same columns."""
+
+    raw: Sequence[Raw]
+    tables: Sequence[Dataset]
+    roles: Roles
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of the target; empty if it is a number."""
+        return self.tables[0].classes
+
+    @property
+    def schema(self) -> TableSchema:
+        """How the files were read."""
+        return self.tables[0].table
+
+    def by_name(self) -> dict[str, Dataset]:
+        """Return the tables by the names of their sites."""
+        return {one.site: table for one, table in zip(self.raw, self.tables)}
+
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences on what was detected; raise an error if the tables cannot be put together."""
+        sums = {f"Site {name}": Sums.of(table.x, table.schema) for name, table in self.by_name().items()}
+        return (*self.tables[0].notes, *differences(sums))
+
+
+def read_files(
+    files: Sequence[str | Path], roles: Roles, schema: TableSchema, faults: Faults, *, positive: str = ""
+) -> ReadFiles:
+    """Read one table per site, with common classes and column types; `faults` collects what is wrong with them."""
+    raw = read_raw(files, schema, faults)
+    if roles.kind == CLASS and (there := [one for one in raw if roles.target in one.columns]):
+        with faults.noting():
+            raw, classes = _with_classes(raw, there, roles, schema, positive, faults)
+            roles = replace(roles, classes=classes)
+    return ReadFiles(raw, as_datasets(raw, roles, schema, faults), roles)
 
 
 def read_sites(
@@ -59,25 +99,17 @@ def read_sites(
             "A temporal split needs a column of dates and where its test rows begin: --split-by and --test-from."
         )
     faults = Faults(entrance)
-    raw = read_raw(files, schema, faults)
     kept = tuple(dict.fromkeys(filter(None, [group, split_by])))
-    roles = Roles(target, kept, tuple(drop), kind=target_kind)
-    if target_kind == CLASS and (there := [one for one in raw if target in one.columns]):
-        with faults.noting():
-            raw, classes = _with_classes(raw, there, roles, schema, positive, faults)
-            roles = replace(roles, classes=classes)
-    tables = as_datasets(raw, roles, schema, faults)
+    found = read_files(files, Roles(target, kept, tuple(drop), kind=target_kind), schema, faults, positive=positive)
     form = schema.date_format(split_by)
     sites = []
-    for one, read in zip(raw, tables):
+    for one, read in zip(found.raw, found.tables):
         held = None
         with faults.noting():
             held = late(read.columns[split_by], test_from, split_by, one.where, form) if split_by else None
         sites.append(Site(one.site, read.x, read.y, read.schema, read.columns.get(group), read.table, held))
     faults.check()
-    sums = {f"Site {site.name}": Sums.of(site.x, site.schema) for site in sites}
-    notes = (*tables[0].notes, *differences(sums))  # also rejects sites that cannot be put together, before any work
-    return Sites(sites, tables[0].classes, tables[0].table, notes)
+    return Sites(sites, found.classes, found.schema, found.notes())
 
 
 def read_raw(files: Sequence[str | Path], schema: TableSchema, faults: Faults) -> list[Raw]:

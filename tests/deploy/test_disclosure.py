@@ -282,7 +282,7 @@ def test_a_run_that_no_site_can_join_stops_at_once_with_the_reasons(tmp_path: Pa
         config["min-cell"] = 50
     start = roster.time.monotonic()
     with pytest.raises(
-        NestfedError, match=r"At most 0 of 5 sites can take part, 5 are needed.* Site clinic-0: it has fewer rows"
+        NestfedError, match=r"Only 0 of 5 sites can take part, 5 are needed.* Site clinic-0: it has fewer rows"
     ):
         coordinate(experiment, tmp_path, grid, sites=5, deadline=600.0)
     assert roster.time.monotonic() - start < 10

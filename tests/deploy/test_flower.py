@@ -97,7 +97,7 @@ def only_what_is_declared_leaves(name: str, grid: LocalGrid, bytes_up: int) -> N
     assert sent == bytes_up
     for _, _, reply in shipped(grid, "query.hello"):
         assert arrays_of(reply) == {}
-        assert set(opened(reply).words) == STAMP | {"client", "group", "site", "rows", "torch"}
+        assert set(opened(reply).words) == STAMP | {"client", "group", "site", "rows", "torch", "problems", "clock"}
     assert {m.metadata.message_type for _, m, _ in grid.messages} == {"query.hello", "train"}
 
 
@@ -866,14 +866,14 @@ def hospitals(tmp_path: Path, algorithm: dict[str, Any], problem: str, **section
 def test_scaling_comes_from_sums(tmp_path: Path) -> None:
     """Counts, sums and squared differences make the plan that the pooled rows would have made."""
     from nestfed.data.encoding import encode
-    from nestfed.experiment.site import Place, at_site, own_examples
+    from nestfed.experiment.site import Place, at_site, examples_at
 
     grid, experiment = hospitals(tmp_path, {"name": "fmgda", "c_hat": 0.1, "c": 0.1}, "auroc")
     plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
     encoding = plan.encoding
     assert encoding.features == ("age", "cost", "ward=a", "ward=b", "ward=c")
     places = [Place(n, str(tmp_path / f"hospital-{n}.csv")) for n in range(3)]
-    mine = [own_examples(experiment, place) for place in places]
+    mine = [examples_at(experiment, place) for place in places]
     rows = [encoding.align(m.prepared.x.numpy(), m.schema) for m in mine]
     pooled = encode({"all": (np.concatenate(rows), encoding.schema)})
     for n, (m, raw) in enumerate(zip(mine, rows)):
@@ -901,7 +901,7 @@ def test_scaling_comes_from_sums(tmp_path: Path) -> None:
 @pytest.mark.parametrize("problem", ["auroc", "auprc"])
 def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> None:
     from nestfed.data.clients import Balanced, Pairs
-    from nestfed.experiment.site import Place, at_coordinator, own_examples
+    from nestfed.experiment.site import Place, at_coordinator, examples_at
 
     algorithm: dict[str, Any] = (
         {"name": "fmgda", "c_hat": 0.1, "c": 0.1}
@@ -910,7 +910,7 @@ def test_own_tables_equal_a_simulation_of_them(problem: str, tmp_path: Path) -> 
     )
     _, experiment = hospitals(tmp_path, algorithm, problem)
     plan, _ = read_plan(tmp_path / "run" / "plan.safetensors")  # type: ignore[misc]
-    mine = [own_examples(experiment, Place(n, str(tmp_path / f"hospital-{n}.csv"))) for n in range(3)]
+    mine = [examples_at(experiment, Place(n, str(tmp_path / f"hospital-{n}.csv"))) for n in range(3)]
     x = torch.cat([plan.encoding(m.prepared.x.numpy(), m.schema) for m in mine])
     y = torch.cat([m.prepared.y for m in mine])
     ends = np.cumsum([0, *(len(m.prepared.y) for m in mine)])
@@ -997,7 +997,7 @@ def test_init_writes_an_app_that_runs(tmp_path: Path) -> None:
         spec.loader.exec_module(module)  # type: ignore[union-attr]
         apps[side] = module.app
     configs = {n: {"client": n, "state": str(tmp_path / f"s{n}")} for n in range(2)}
-    config |= {"out": str(tmp_path / "run"), "deadline": 10.0}
+    config |= {"out": str(tmp_path / "run"), "deadline": 10.0, "enrolled": ""}
     apps["server"](LocalGrid(dict.fromkeys(configs, apps["client"]), configs), Context(1, 1, {}, RecordDict(), config))
     assert json.loads((tmp_path / "run" / "finished.json").read_text())["round"] == 2
     assert sum(1 for line in (folder / "federated" / "client.py").read_text().splitlines() if line.strip()) <= 10

@@ -13,7 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from nestfed.core import NestfedError
-from nestfed.experiment.site import own_table
+from nestfed.experiment.site import own_table, own_tables
 from nestfed.experiment.spec import Experiment, from_tables
 from nestfed.experiment.study import Training
 from nestfed.queries import SCORES, Question
@@ -22,6 +22,9 @@ from nestfed.queries.scores import RANKING, judged
 from nestfed.study.at_hand import AtHand
 from nestfed.study.conduct import Conducted, conduct
 from nestfed.study.convert import model_of_way
+from nestfed.study.model import StudyModel
+from nestfed.study.outcome import Outcome, find_out
+from nestfed.study.start import Started, train
 
 GRID = [0.03, 0.3]
 TABLES: dict[str, Any] = {
@@ -92,13 +95,13 @@ def test_the_last_trainings_use_the_validation_rows_and_the_trials_do_not(
     assert all("validation" not in parts for parts in (site.by_part(True) for site in hand.sites))
 
 
-def deployed(study: Experiment, files: dict[str, Path], folder: Path, patch: pytest.MonkeyPatch) -> Conducted:
+def deployed(study: Experiment, files: dict[str, Path], folder: Path, patch: pytest.MonkeyPatch) -> Outcome:
     from nestfed.deploy.flower import server
     from tests.flower import alone, coordinate, federation
 
     alone(patch)
-    found: list[Conducted] = []
-    patch.setattr(server, "conduct", lambda *given: found.append(conduct(*given)))
+    found: list[Outcome] = []
+    patch.setattr(server, "find_out", lambda *given: found.append(find_out(*given)) or found[0])
     grid = federation(study, folder, len(files))
     for (name, path), config in zip(files.items(), grid.configs.values()):
         config |= {"site": name, "data": str(path)}
@@ -122,21 +125,33 @@ def test_a_sites_own_model_is_a_converged_regression_on_its_rows(files: dict[str
         assert value["auroc"] == pytest.approx(truth, abs=value["auroc_error"] + 1e-9)
 
 
+@pytest.mark.long
 def test_deployed_and_at_hand_agree(files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same study gives the same models, choices, metrics and files; every site gets the model."""
     pytest.importorskip("flwr")
-    study = study_of()
-    _, here = conducted(study, files, tmp_path / "here")
+    study = study_of(data={**TABLES["data"], "subgroups": ["sex"]}, study={"thresholds": ["sensitivity 0.8"]})
+    started = Started(study, own_tables(study, files))
+    here, model, _ = train(started, tmp_path / "here")
     there = deployed(study, files, tmp_path, monkeypatch)
-    assert list(there.names) == list(here.names)
-    assert [way.name for way in there.ways] == [way.name for way in here.ways]
-    assert there.exact.path.best == here.exact.path.best
-    np.testing.assert_allclose(there.exact.way.x, here.exact.way.x, rtol=1e-9, atol=1e-12)
-    for mine, theirs in zip(here.ways, there.ways):
+    assert list(there.conducted.names) == list(here.conducted.names)
+    for mine, theirs in zip(here.ways, there.ways, strict=True):
+        assert mine.name == theirs.name
         assert mine.settings == theirs.settings
         assert mine.rounds == theirs.rounds
         assert mine.trials.keys() == theirs.trials.keys()
         np.testing.assert_allclose(list(mine.trials.values()), list(theirs.trials.values()), atol=1e-9)
         np.testing.assert_allclose(mine.x, theirs.x, rtol=1e-5, atol=1e-6)
+    assert there.released.name == here.released.name
+    tables = [one.test.frame().set_index(["model", "group", "metric"]) for one in (here, there)]
+    assert "sex = m" in {group for _, group, _ in tables[0].index}
+    pd.testing.assert_frame_equal(*tables, check_exact=False, rtol=1e-4, atol=1e-5)
+    assert there.thresholds[0].probability == pytest.approx(here.thresholds[0].probability, abs=1e-3)
+    assert {p.name for p in (tmp_path / "run").iterdir()} >= {p.name for p in (tmp_path / "here").iterdir()}
+    new = pd.read_csv(files["site-1"]).drop(columns="died")
+    expected = model.predict(new)
+    for place in (tmp_path / "run", *(tmp_path / f"state-{n}" / "model" for n in range(3))):
+        np.testing.assert_allclose(StudyModel.load(place).predict(new), expected, atol=1e-5)
+    assert not list(tmp_path.glob("state-*/model/*.pt2")), "a program is code"
 
 
 def test_a_study_of_three_classes(files: dict[str, Path], tmp_path: Path) -> None:

@@ -234,6 +234,8 @@ def test_deployed_and_at_hand_agree(
     assert theirs.beside.keys() == mine.beside.keys()
     assert {*theirs.notes} == {*mine.notes}
     model = StudyModel.load(tmp_path / "run")
+    sent = list(tmp_path.glob("state-*/**/model.json"))
+    assert len(sent) == 3  # every site has the model
     assert model.predict(pd.read_csv(files["north"])).shape == (240, 2)
 
 
@@ -255,6 +257,12 @@ def test_the_command_line(tmp_path: Path) -> None:
     ready = read(out / "study.toml")
     assert ready.data.time == "days"
     assert list(ready.sites.files) == list(SITES)
+    again = CliRunner().invoke(app, ["train", str(out / "study.toml"), "--out", str(tmp_path / "again")])
+    assert again.exit_code == 0, again.output
+    models = [StudyModel.load(place).parameters["head.weight"].numpy() for place in (out, tmp_path / "again")]
+    np.testing.assert_array_equal(*models)
+    done = CliRunner().invoke(app, ["monitor", str(out), given[0]])
+    assert done.exit_code == 0, done.output
     done = CliRunner().invoke(app, ["predict", str(out), given[0], "--out", str(tmp_path / "p.csv"), "--time", "20"])
     assert done.exit_code == 0, done.output
     assert list(pd.read_csv(tmp_path / "p.csv")) == ["row", "survival at 20"]
@@ -267,7 +275,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         (["--objective", "survival", "--time", "days", "--event", "died", "--target", "died"], "leave --target out"),
         (["--objective", "survival", "--time", "days", "--event", "died", "--hidden", "4"], "leave --hidden out"),
         (["--target", "died", "--time", "days"], "--time is for survival"),
-        ([], "--target COLUMN"),
+        ([], "Name the column to predict with --target"),
         (["--objective", "survival", "--time", "sex", "--event", "died"], "expected numbers"),
         (["--objective", "survival", "--time", "dais", "--event", "died"], "dais"),
     ],

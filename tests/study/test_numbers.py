@@ -11,7 +11,9 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+from typer.testing import CliRunner
 
+from nestfed.cli.main import app
 from nestfed.core import NestfedError
 from nestfed.deploy.discloses import questions_in
 from nestfed.experiment.site import own_table
@@ -146,7 +148,12 @@ def test_deployed_and_at_hand_agree(
 
     alone(monkeypatch)
     there: list[Outcome] = []
-    monkeypatch.setattr(server, "conduct", lambda study, sites, tell: there.append(find_out(study, sites, tell)))
+
+    def kept(*given: Any) -> Outcome:
+        there.append(find_out(*given))
+        return there[0]
+
+    monkeypatch.setattr(server, "find_out", kept)
     study = study_of()
     grid = federation(study, tmp_path, len(files))
     for (name, path), config in zip(files.items(), grid.configs.values()):
@@ -160,6 +167,20 @@ def test_deployed_and_at_hand_agree(
         np.testing.assert_allclose(list(a.trials.values()), list(b.trials.values()), rtol=1e-5)
     for key, entry in mine.test.entries.items():
         assert theirs.test.entries[key].value.value == pytest.approx(entry.value.value, rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_command_line(files: dict[str, Path], tmp_path: Path) -> None:
+    out, given = tmp_path / "out", [str(path) for path in files.values()]
+    words = ["--target", "cost", "--objective", "regress", "--rounds", "4", "--q", "4", "--out", str(out)]
+    done = CliRunner().invoke(app, ["train", *given, *words])
+    assert done.exit_code == 0, done.output
+    assert "RMSE" in done.output
+    assert StudyModel.load(out).classes == ()
+    done = CliRunner().invoke(app, ["predict", str(out), given[0], "--out", str(tmp_path / "p.csv")])
+    assert done.exit_code == 0, done.output
+    table = pd.read_csv(files["north"])
+    assert r2_score(table["cost"], pd.read_csv(tmp_path / "p.csv")["prediction"]) > 0.5
 
 
 @pytest.mark.long

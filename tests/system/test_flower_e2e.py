@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from nestfed.deploy.app import write_app
 from nestfed.deploy.certificates import write_key
-from nestfed.deploy.local import LOOPBACK, Local, free_port
+from nestfed.deploy.local import LOOPBACK, SUPERNODE, Local, free_port
 from nestfed.deploy.processes import Processes, marked
 from nestfed.engine.record import read as read_record
 from nestfed.experiment.run import run as simulated
@@ -41,7 +41,7 @@ SITES = 3
 PATIENCE = 600.0
 
 
-def experiment(problem: str, algorithm: dict[str, Any], rounds: int) -> Experiment:
+def experiment(problem: str, algorithm: dict[str, Any], rounds: int, q: int = 4) -> Experiment:
     return from_tables(
         {
             "data": {"name": "digits", "binary": True},
@@ -49,7 +49,7 @@ def experiment(problem: str, algorithm: dict[str, Any], rounds: int) -> Experime
             "model": {"name": "mlp", "hidden": []},
             "problem": {"name": problem, **({"outer": 3, "inner": 8} if problem == "auprc" else {"batch": 10})},
             "algorithm": algorithm,
-            "run": {"rounds": rounds, "q": 4, "seed": 3},
+            "run": {"rounds": rounds, "q": q, "seed": 3},
             "evaluation": {"every": 10},
             "execution": {"mode": "loop"},
         }
@@ -155,7 +155,10 @@ def test_equal_to_simulation_and_strangers_stay_out(federation: Local, tmp_path:
         assert "Failed to initialize the connection to the SuperLink" in said
         assert "SuperNode ID" not in said
         federation.processes.stop(stranger)
-    assert not (out / "sites.log").exists()
+    lines = (out / "sites.log").read_text().splitlines()
+    assert [line.partition(" site ")[2] for line in lines] == [
+        "site-0: fewer than two classes reach its min_cell in its training rows."  # true of its part
+    ]
 
 
 def test_killed_and_back(federation: Local, tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ def dishonest(message, context):
         elif kind == 2:
             words["group"] = "1"
         elif kind == 3:
-            x = np.zeros(50_000_000)
+            x = np.zeros(12_500_000)
         reply.content = content_of(pack(words, arrays | {"fields.x": x}))
         if kind == 4:
             reply.content["more"] = ArrayRecord({"x": Array(np.zeros(3))})
@@ -240,15 +243,29 @@ app._registered_funcs["train.default"] = dishonest
 """
 
 
+def restarted(federation: Local, n: int, command: Sequence[str]) -> None:
+    """Start a site again by another command."""
+    federation.processes.stop(f"site-{n}")
+    federation.commands[n] = command
+    log = federation.processes.logs / f"site-{n}.log"
+    before = len(log.read_text())
+    federation.supernode(n, **federation.sites[n])
+    until(supervised(federation, lambda: "SuperNode ID" in log.read_text()[before:]), f"site {n} to connect", 120)
+
+
 def test_a_dishonest_site(federation: Local, tmp_path: Path) -> None:
-    """NaN, a wrong shape, an old round, 400 MB, other records: dropped with its name, and the others train on."""
+    """NaN, a wrong shape, an old round, 100 MB, other records: dropped with its name, and the others train on.
+
+    The dishonest site runs the delivered code, in a process for every message.
+    """
     study, out = experiment("classify", {"name": "fedavg", "eta": 0.1}, rounds=5), tmp_path / "bad"
+    restarted(federation, 2, (*SUPERNODE, "--isolation", "subprocess"))
     app = federation.folder / "app-bad"
     write_app(app, study, SITES, out=str(out), least=2)
     with (app / "federated" / "client.py").open("a") as file:
         file.write(BAD)
     finished(federation, federation.run(app), out)
-    log = (out / "sites.log").read_text().splitlines()
+    log = [line for line in (out / "sites.log").read_text().splitlines() if " round " in line]
     for line, (number, sentence) in zip(
         log,
         enumerate(
@@ -276,6 +293,84 @@ def test_a_dishonest_site(federation: Local, tmp_path: Path) -> None:
     expected = simulate(made.problem, made.algorithm, clients, rounds=5, q=4, seed=3, mode="loop", progress=False)
     ours = load_file(out / "model.safetensors")
     torch.testing.assert_close(ours, dict(expected.model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def workers(federation: Local, n: int) -> list[int]:
+    """Return the worker of a site, if it has one."""
+    found = marked(f"{federation.processes.mark}-site-{n}")
+    return [pid for pid in found if b"nestfed.deploy.flower.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_worker_killed_in_a_round(federation: Local, tmp_path: Path) -> None:
+    """It costs time only: the site starts again, and the numbers are the same."""
+    study, out = experiment("auroc", FMGDA, rounds=4, q=300), tmp_path / "worker"
+    restarted(federation, 2, SUPERNODE)
+    log = federation.processes.logs / "site-1.log"
+    before = len(log.read_text())
+    run = submit(federation, study, out)
+    until(supervised(federation, lambda: "ROUND 3]" in log.read_text()[before:]), "round 3 at site 1")
+    (worker,), site = workers(federation, 1), federation.processes.running["site-1"]
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: site.poll() is not None, "the SuperNode to end with its worker", 30)
+    assert site.returncode == 1
+    assert "nestfed: the site's worker ended (-9)" in log.read_text()
+    finished(federation, run, out)
+    assert workers(federation, 1) not in ([], [worker])
+    same_as_simulation(study, out, tmp_path, asked_again=True)
+
+
+CODE = """
+from pathlib import Path
+
+Path({place!r}).touch()
+"""
+
+
+def test_delivered_code_runs_only_where_a_site_chose_so(federation: Local, tmp_path: Path) -> None:
+    """The code leaves a file at a site that starts a process for every message, and none at those with a worker."""
+    study = experiment("classify", {"name": "fedavg", "eta": 0.1}, rounds=1)
+    place = tmp_path / "executed"
+
+    def deliver(name: str) -> None:
+        app, out = federation.folder / f"app-{name}", tmp_path / name
+        write_app(app, study, SITES, out=str(out))
+        with (app / "federated" / "client.py").open("a") as file:
+            file.write(CODE.format(place=str(place)))
+        finished(federation, federation.run(app), out)
+        same_as_simulation(study, out, tmp_path)
+
+    assert all(len(workers(federation, n)) == 1 for n in range(SITES))
+    deliver("workers-only")
+    assert not place.exists()
+    restarted(federation, 0, (*SUPERNODE, "--isolation", "subprocess"))
+    deliver("one-ordinary")
+    assert place.exists()
+    assert workers(federation, 0) == []
+    restarted(federation, 0, SUPERNODE)
+
+
+ANOTHER = """
+import sys
+
+from nestfed.deploy.flower import private_site
+from nestfed.deploy.supernode import supernode
+
+private_site.VERSION = "0.0."
+supernode(sys.argv[1:])
+"""
+
+
+def test_another_flower_works_the_ordinary_way(federation: Local, tmp_path: Path) -> None:
+    """A site whose Flower is not the known version says why, and takes part with a process for every message."""
+    study, out = experiment("auprc", FCSGM, rounds=2), tmp_path / "another"
+    restarted(federation, 0, (sys.executable, "-c", ANOTHER))
+    finished(federation, submit(federation, study, out), out)
+    same_as_simulation(study, out, tmp_path)
+    said = (federation.processes.logs / "site-0.log").read_text()
+    assert said.count("nestfed: without a worker, Flower starts a process for every message: Flower is version") == 1
+    assert workers(federation, 0) == []
+    assert len(workers(federation, 1)) == 1
+    restarted(federation, 0, SUPERNODE)
 
 
 def carrying(word: str) -> list[int]:
@@ -316,7 +411,7 @@ def test_local_leaves_no_process_behind(how: signal.Signals, tmp_path: Path) -> 
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     logs = tmp_path / "run" / "flower" / "logs"
-    # The SuperLink and two SuperNodes, a SuperExec each, `flwr run`, and ourselves.
+    # The SuperLink with a SuperExec, two SuperNodes with a worker each, `flwr run`, and ourselves.
     until(lambda: (logs / "run.log").exists() and len(carrying(word)) >= 8, "all processes", 120)
     process.send_signal(how)
     _, said = process.communicate(timeout=60)

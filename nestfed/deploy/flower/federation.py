@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from logging import INFO
-from typing import Any, Protocol
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, Protocol
 
 import numpy as np
 
 from nestfed.core import DivergedError, Fields, NestfedError
-from nestfed.deploy.flower.gate import Gate, answer_slots, answers_of, inside, most_bytes
+from nestfed.deploy.flower.gate import FIELDS, GATHERED, Gate, answer_slots, answers_of, inside, most_bytes
 from nestfed.deploy.flower.mailbox import ASK, HELLO, TRAIN, Answer
 from nestfed.deploy.flower.messages import PARAMETERS, PLAN, TABLES, broadcast, questions_packed, stamp_of
-from nestfed.deploy.flower.roster import POLL, Roster, TroubleError
-from nestfed.deploy.wire import Packed, RejectedError, numbers, pack
+from nestfed.deploy.flower.roster import SLOWEST_POLL, Roster, TroubleError
+from nestfed.deploy.pace import Pace
+from nestfed.deploy.wire import Packed, RejectedError, numbers, pack, tensors, unpack
 from nestfed.engine.options import Exchange
 from nestfed.engine.program import AnyAlgorithm
 from nestfed.engine.round import Fold, Order, Reply, Upload, empty_reply
@@ -29,27 +32,59 @@ from nestfed.queries.agreement import Agreement
 
 
 class InOrder:
-    """Fold uploads in the order of the clients, so that sums equal those of a simulation."""
+    """Fold uploads in the order of the clients, so that sums equal those of a simulation.
 
-    def __init__(self, fold: Fold, asked: Sequence[int]) -> None:
-        self.fold, self.queue = fold, deque(asked)
-        self.waiting: dict[int, Upload] = {}
+    An upload that waits for those of clients before it waits on disk, so memory does not grow with the number of sites.
+    """
+
+    def __init__(self, fold: Fold, asked: Sequence[int], folder: Path) -> None:
+        self.fold, self.queue, self.folder = fold, deque(asked), folder
+        self.waiting: dict[int, IO[bytes]] = {}
+        """Unnamed files, which disappear with this process."""
         self.done: set[int] = set()
         self.first: Upload | None = None
         """The first upload of the round."""
 
     def add(self, n: int, upload: Upload) -> None:
         """Add the upload of client n."""
-        self.waiting[n] = upload
         self.first = self.first or upload
         self.done.add(n)
+        if self.queue[0] != n:
+            self.waiting[n] = _saved(upload, self.folder)
+            return
+        self.queue.popleft()
+        self.fold.add(upload)
         while self.queue and self.queue[0] in self.waiting:
-            self.fold.add(self.waiting.pop(self.queue.popleft()))
+            self._fold_saved(self.queue.popleft())
 
     def finish(self) -> None:
         """Fold the uploads that were waiting for clients that did not answer."""
         for n in sorted(self.waiting):
-            self.fold.add(self.waiting.pop(n))
+            self._fold_saved(n)
+
+    def _fold_saved(self, n: int) -> None:
+        with self.waiting.pop(n) as file:
+            file.seek(0)
+            self.fold.add(_loaded(file.read()))
+
+
+def _saved(upload: Upload, folder: Path) -> IO[bytes]:
+    words = {"ns": upload.ns, "places": upload.places, "examples": upload.examples}
+    arrays = numbers(upload.fields, FIELDS) | numbers(upload.gathered, GATHERED)
+    file = TemporaryFile(dir=folder)  # noqa: SIM115 - it stays open until its upload is folded
+    file.write(pack(words, arrays | numbers({"loss": upload.loss, "moved": upload.moved})))
+    return file
+
+
+def _loaded(block: bytes) -> Upload:
+    found = unpack(block)
+    words, arrays = found.words, found.arrays()
+    rest = tensors({k: arrays[k] for k in ("loss", "moved")})
+    upload = Upload(
+        words["ns"], words["places"], tensors(arrays, FIELDS), rest["loss"], rest["moved"], words["examples"]
+    )
+    upload.gathered = tensors(arrays, GATHERED)
+    return upload
 
 
 class Job(Protocol):
@@ -128,16 +163,17 @@ class Flower:
         fold = Fold(self.exchange, shared, reply, self.weight)
         axes = {name: order.tables[table].dim() - 1 for name, table in method.gathered.items()}
         gate = Gate(order, shared, method.point, self.exchange, self.roster.setup.norm_limit, fold, axes)
-        uploads = InOrder(fold, order.asked)
+        uploads = InOrder(fold, order.asked, self.roster.setup.out)
         job = Round(self, order, gate, uploads, reply, broadcast(self.exchange.encoding, shared))
         if order.asked or order.questions:
-            self._fetch(job, min(self.roster.setup.least, len(order.asked)) if order.asked else 1)
+            self.fetch(job, min(self.roster.setup.least, len(order.asked)) if order.asked else 1)
             if order.asked and not self._enough(job):
                 raise NestfedError(
                     f"Round {order.number} had too few answers {self.roster.setup.attempts} times; run again to resume after "
                     f"round {order.round}."
                 )
         uploads.finish()
+        self._note(order, uploads.done | job.answers.keys())
         reply.answers = {n: job.answers[n] for n in sorted(job.answers)}
         self._count_bytes(order.number)
         return reply
@@ -159,8 +195,10 @@ class Flower:
         self.asked += 1
         self.roster.poll(at_once=True)
         job = Asking(self, tuple(questions), f"question-{self.asked}", sorted(self.roster.nodes()), final, x)
-        self._fetch(job, min(self.roster.setup.least, len(job.required)))
+        self.fetch(job, min(self.roster.setup.least, len(job.required)))
         self._count_bytes(0)
+        asked, done = [one.key for one in questions], sorted(map(self.roster.called, job.answers))
+        self.roster.audit.add("questions asked", questions=asked, answered=done)
         return {n: job.answers[n] for n in sorted(job.answers)}
 
     def with_plan(self, node: int, words: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -198,7 +236,7 @@ class Flower:
     def _enough(self, job: Job) -> bool:
         return job.count() >= min(self.roster.setup.least, len(job.required))
 
-    def _fetch(self, job: Job, least: int) -> None:
+    def fetch(self, job: Job, least: int) -> None:
         """Ask, again if there are fewer than `least` answers, as often as the setup allows."""
         setup, roster = self.roster.setup, self.roster
         for attempt in range(setup.attempts):
@@ -221,7 +259,7 @@ class Flower:
     def _collect(self, job: Job, wanted: Sequence[int], others: Sequence[int]) -> None:
         """Ask once, and collect answers until the deadline."""
         roster = self.roster
-        end = time.monotonic() + roster.setup.deadline
+        end, pace = time.monotonic() + roster.setup.deadline, Pace(slowest=SLOWEST_POLL)
         open_: set[int] = set()
 
         def put(n: int) -> None:
@@ -239,6 +277,7 @@ class Flower:
                 roster.log(f"site {roster.called(n)} restarted and is asked again.", INFO)
                 put(n)
             for answer in roster.answers():
+                pace.restart()
                 if answer.kind == HELLO:
                     missing = {n for n in (*wanted, *others) if n not in open_ and not job.done(n)}
                     if self._joined(answer, missing):
@@ -248,7 +287,7 @@ class Flower:
                 open_.discard(n)
                 if self._read(job, n, answer):
                     put(n)
-            time.sleep(POLL)
+            pace.sleep()
         for n in sorted(open_):
             roster.log(f"{job.label}: site {roster.called(n)} did not answer in time.")
         roster.mailbox.withdraw(kind=TRAIN)  # ignore late answers
@@ -298,6 +337,12 @@ class Flower:
         if roster.mailbox.open_hellos(node):
             roster.behind.add(node)  # or it was only slow: its answer clears this
         return True
+
+    def _note(self, order: Order, done: Iterable[int]) -> None:
+        """Add a round to the audit log."""
+        what = "round finished" if order.asked else "model judged"
+        training = {"training": self.training.name} if self.training else {}
+        self.roster.audit.add(what, **training, round=order.number, sites=sorted(map(self.roster.called, done)))
 
     def _count_bytes(self, number: int) -> None:
         """Log the size of the messages; the record counts only the fields in them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -92,14 +93,12 @@ class Mailbox:
         """Return the nodes that have not answered a message other than a hello."""
         return {o.node for o in self.open.values() if o.kind != HELLO}
 
-    def receive(self) -> list[Answer]:
-        """Return the new answers."""
-        found = []
+    def receive(self) -> Iterator[Answer]:
+        """Yield the new answers; each is pulled when the one before it has been used, so memory holds one."""
         for identity, reply in pull(self.grid, {i: o.most + MOST_AROUND for i, o in self.open.items()}):
             asked = self.open.pop(identity, None)
             if asked is not None:
-                found.append(self._answer(asked, reply))
-        return found
+                yield self._answer(asked, reply)
 
     def _answer(self, asked: _Open, reply: Message | RejectedError) -> Answer:
         if isinstance(reply, RejectedError):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nestfed.experiment.build import Assembly
     from nestfed.experiment.spec import RunSpec
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Increased when messages change."""
 
 SHARED, TABLES, PLAN, QUESTION, PARAMETERS = "shared.", "tables.", "plan.", "question.", "parameters"
@@ -39,10 +39,9 @@ TROUBLES = {
     "lost-state": "its private fields of its last round are missing; restore its `state` folder, or set "
     "lost-state to restart",
     "no-plan": "it has no plan yet",
+    "no-experiment": "it takes part in experiment files only, and this study is written in Python; to run the study's code, "
+    "start its SuperNode with --isolation subprocess",
     "diverged": "its numbers became infinite or NaN; see its log",
-    "too-few": "it has fewer rows than its min_cell",
-    "single-rows": "the method sends scores of single rows, which its min_cell forbids; choose another method, or agree that "
-    "the site sets min-cell = 0",
     "withdrawn": "it has withdrawn from the study",
     "failed": "it failed; see its log",
 }

@@ -1,4 +1,4 @@
-"""The only use of Flower's private interfaces: pull replies one by one, and never more bytes than were asked for.
+"""The only use of Flower's private interfaces at the coordinator: pull replies one by one, and never more bytes than were asked for.
 
 Flower's own `pull_messages` loads a reply of any size before its caller can look at it, and one reply that cannot be
 decoded loses all others. With another version of Flower than `VERSION`, replies are still pulled one by one, but a large
@@ -17,10 +17,10 @@ import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from nestfed.deploy.flower.private_site import BACKOFF, LONGEST_BACKOFF, VERSION, retry_if_locked
 from nestfed.deploy.wire import RejectedError
 
 LOG = logging.getLogger(__name__)
-VERSION = "1.41."
 TYPES = ("Message", "RecordDict", "ConfigRecord")
 """The parts of a reply; others, such as arrays of repeated chunks, can be larger than their bytes."""
 MOST_LISTED = 2**24
@@ -49,7 +49,10 @@ def _bounded(grid: Grid) -> bool:
         return False
     from flwr.superlink.grid.http_grid import HttpGrid
 
-    return isinstance(grid, HttpGrid)
+    if isinstance(grid, HttpGrid):
+        retry_if_locked()
+        return True
+    return False
 
 
 def _pull_bounded(grid: Any, most: Mapping[str, int]) -> Iterator[Pulled]:
@@ -106,7 +109,9 @@ def _reply(grid: Any, mine: str, tree: Any, most: int) -> Message:
     identities = [some.object_id for some in iterate_object_tree(tree)]
     if len(identities) > len(TYPES):
         raise RejectedError("it sent other records than requested.")
-    contents = pull_objects(identities, part, max_concurrent_pulls=1, max_time=60.0)
+    contents = pull_objects(
+        identities, part, max_concurrent_pulls=1, max_time=60.0, initial_backoff=BACKOFF, backoff_cap=LONGEST_BACKOFF
+    )
     if any(head_of(content)[0] not in TYPES for content in contents.values()):
         raise RejectedError("it sent other records than requested.")
     with no_object_id_recompute():

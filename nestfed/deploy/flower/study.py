@@ -29,7 +29,7 @@ class Deployed:
     @property
     def agreement(self) -> Agreement:
         """What the sites have agreed on."""
-        return self.flower.plan
+        return self.flower.plan.read_by(self.study.schema)
 
     @cached_property
     def network(self) -> Network:

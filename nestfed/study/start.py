@@ -1,0 +1,111 @@
+"""Start a study whose tables are at hand: from files and options, or from its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestfed.core import NestfedError
+from nestfed.data.faults import PYTHON, Entrance, Faults
+from nestfed.data.schema import EMPTY, TableSchema
+from nestfed.data.tables import CLASS, NUMBER, SURVIVAL, Dataset, Roles
+from nestfed.experiment.site import own_tables
+from nestfed.experiment.spec import Experiment, from_tables
+from nestfed.experiment.study import reject_unfit
+from nestfed.study import release
+from nestfed.study.at_hand import AtHand
+from nestfed.study.conduct import LOG
+from nestfed.study.hazards import options_of
+from nestfed.study.model import StudyModel
+from nestfed.study.outcome import Outcome, find_out
+from nestfed.study.propose import REGRESS, proposed
+from nestfed.study.tables import read_files
+
+
+@dataclass(frozen=True)
+class Started:
+    """A study with the tables of its sites, before any training."""
+
+    study: Experiment
+    tables: Mapping[str, Dataset]
+    notes: tuple[str, ...] = ()
+    """Sentences on what was detected in the tables and may surprise."""
+
+
+def from_files(
+    files: Sequence[str | Path],
+    target: str,
+    objective: str = "auto",
+    *,
+    positive: str = "",
+    schema: TableSchema = EMPTY,
+    data: Mapping[str, Any] | None = None,
+    entrance: Entrance = PYTHON,
+    **options: Any,
+) -> Started:
+    """Read one table per site, each once, and propose a study.
+
+    - `data`: further settings of [data], such as group, drop, split_by and test_from, subgroups.
+    - `options`: those of `propose.proposed`.
+    """
+    given = {k: v for k, v in (data or {}).items() if v}
+    kept = [given[name] for name in ("group", "split_by") if name in given]
+    faults = Faults(entrance)
+    subgroups = tuple(given.get("subgroups", ()))
+    kind = NUMBER if objective == REGRESS else CLASS
+    roles = Roles(target, tuple(dict.fromkeys(kept)), tuple(given.get("drop", ())), kind=kind, subgroups=subgroups)
+    found = read_files(files, roles, schema, faults, positive=positive)
+    notes = found.notes()
+    tables = proposed(
+        target,
+        objective,
+        [len(table) for table in found.tables],
+        found.classes,
+        data={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
+        schema=found.schema.to_tables(),
+        sites={one.site: one.where for one in found.raw},
+        **options,
+    )
+    return Started(from_tables(tables), found.by_name(), notes)
+
+
+def from_file(study: Experiment) -> Started:
+    """Read the tables that a study's file names in [sites]."""
+    if not study.is_study:
+        raise NestfedError("The file has no [study] table: run it with `nestfed run` or `nestfed compare`.")
+    if not study.sites.files:
+        raise NestfedError(
+            "The study names no tables: add [sites] with one line for each site, such as clinic-a = 'sites/a.csv', or deploy it "
+            "where each site has its own table (`nestfed deploy`)."
+        )
+    if study.data.target_kind == SURVIVAL:
+        options_of(study)
+    else:
+        reject_unfit(study)
+    tables = own_tables(study, study.sites.files)
+    return Started(study, tables, next(iter(tables.values())).notes)
+
+
+def train(
+    started: Started,
+    out: Path,
+    *,
+    force: bool = False,
+    progress: bool | None = False,
+    tell: Callable[[str], None] = LOG.info,
+) -> tuple[Outcome, StudyModel, dict[str, Path]]:
+    """Conduct a study and write what it leaves. Call it again to resume.
+
+    - `force`: replace a model in the output directory, and train again.
+    """
+    study = started.study
+    release.claim(out, force=force)
+    reject_unfit(study)
+    release.keep_file(study, out)
+    sites = AtHand(study, started.tables, directory=release.trainings(out, study, afresh=force), progress=progress)
+    outcome = find_out(study, sites, tell)
+    facts = {"files": ", ".join(study.sites.files.values())}
+    model, written = release.write(outcome, out, facts, force=force)
+    return outcome, model, written

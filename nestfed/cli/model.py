@@ -28,11 +28,15 @@ def predict_command(
     keep: Annotated[
         list[str] | None, typer.Option("--keep", help="A column to copy; repeat for several.", show_default="none")
     ] = None,
+    time: Annotated[
+        list[float] | None,
+        typer.Option("--time", help="When to predict survival; repeat for several.", show_default="the model's times"),
+    ] = None,
 ) -> None:
     """Predict probabilities and decisions for the rows of a table."""
     from nestfed.study.predict import predict
 
-    found = predict(model, file, out, site=site, threshold=threshold, keep=keep or ())
+    found = predict(model, file, out, site=site, threshold=threshold, keep=keep or (), times=time or ())
     for note in found.notes:
         typer.echo(f"note: {note}", err=True)
     if found.decision:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from nestfed.cli.survival import SURVIVAL, survival_from_files, survive_started
 from nestfed.cli.tables import (
     Categorical,
     Date,
@@ -25,10 +26,24 @@ from nestfed.cli.tables import (
     note,
     table_schema,
 )
+from nestfed.core import NestfedError
 
 Files = Annotated[list[Path], typer.Argument(help="One table per site: .csv, .csv.gz or .parquet.")]
 Target = Annotated[str, typer.Option("--target", help="The column to predict.")]
 Objective = Annotated[str, typer.Option("--objective", help="Train for auroc, auprc or accuracy.")]
+Time = Annotated[str, typer.Option("--time", help="For survival: the column of times.", show_default="none")]
+Event = Annotated[
+    str,
+    typer.Option("--event", help="For survival: the column that says whether the event happened.", show_default="none"),
+]
+At = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--at",
+        help="For survival: a time at which to judge and predict; repeat for several.",
+        show_default="quartiles of the events",
+    ),
+]
 Positive = Annotated[
     str, typer.Option("--positive", help="The target's positive value.", show_default="last in sorted order")
 ]
@@ -63,14 +78,24 @@ def train_command(
         typer.Argument(help="One table per site (.csv, .csv.gz or .parquet), or the file of a study (.toml)."),
     ],
     target: Annotated[
-        str, typer.Option("--target", help="The column to predict.", show_default="that of the study's file")
+        str,
+        typer.Option(
+            "--target",
+            help="The column to predict; for survival, use --event.",
+            show_default="that of the study's file",
+        ),
     ] = "",
     objective: Annotated[
         str,
         typer.Option(
-            "--objective", help="auto (the best on validation rows), auroc, auprc, pairwise, partial-auroc or accuracy."
+            "--objective",
+            help="auto (the best on validation rows), auroc, auprc, pairwise, partial-auroc, accuracy, regress (a number), or "
+            "survival (exact Cox regression).",
         ),
     ] = "auto",
+    time: Time = "",
+    event: Event = "",
+    at: At = None,
     group: Group = "",
     drop: Drop = None,
     subgroup: Subgroup = None,
@@ -105,7 +130,6 @@ def train_command(
     ] = False,
 ) -> None:
     """Train a model across sites, compare it with the plain ways, and write the model and a report. Run it again to resume."""
-    from nestfed.core import NestfedError
     from nestfed.data.faults import COMMAND_LINE
     from nestfed.experiment.spec import read
     from nestfed.study import findings, release
@@ -121,7 +145,16 @@ def train_command(
         place = out or Path("runs") / f"train-{study.data.target}"
         release.claim(place, force=force)
         started = from_file(study)
+    elif objective == SURVIVAL:
+        place = out or Path("runs") / f"train-{event}"
+        started = survival_from_files(
+            files, time, event, at or (), target=target, hidden=hidden or (), seed=seed,
+            schema=table_schema(categorical, missing, date, sep, decimal, encoding),
+            data={"group": group, "drop": drop or [], "split_by": split_by, "test_from": test_from},
+        )  # fmt: skip
     else:
+        if used := [name for name, value in {"--time": time, "--event": event, "--at": at}.items() if value]:
+            raise NestfedError(f"{used[0]} is for survival: add --objective survival, or leave it out.")
         if not target:
             raise NestfedError("Name the column to predict with --target, or give the file of a study (.toml).")
         place = out or Path("runs") / f"train-{target}"
@@ -146,6 +179,9 @@ def train_command(
             entrance=COMMAND_LINE,
         )  # fmt: skip
     note(started.notes)
+    if started.study.data.target_kind == SURVIVAL:
+        survive_started(started, place, force=force)
+        return
     classes = started.study.data.classes
     if len(classes) == 2:
         typer.echo(f"{len(started.tables)} sites; {started.study.data.target} = {classes[1]} is the positive class.")

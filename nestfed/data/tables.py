@@ -26,8 +26,8 @@ LOG = logging.getLogger(__name__)
 
 MOST_VALUES = 20  # different labels that are classes without being listed
 MOST_CLASSES = 10_000
-CLASS, NUMBER = TARGETS = ("class", "number")
-"""What a target is: one of several classes, or a number."""
+CLASS, NUMBER, SURVIVAL = TARGETS = ("class", "number", "survival")
+"""What a target is: one of several classes, a number, or the time to an event that may not have happened yet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class Dataset:
     x        images uint8 (n, channels, height, width) · tables float32 (n, features), missing = NaN ·
              text int32 (n,), the number of each word
     y        int64 (n,) labels, positions in `classes`; empty for text · float64 (n,) if the target is a number ·
+             float64 (n, 2) with time and event for survival ·
              float32 (n, L) with 0, 1 or NaN = unknown, if examples have several labels, named by `classes`
     columns  further properties of each example, to split by: hospital, region, patient, alphabet, …
     schema   the columns of a table x (see `nestfed.data.encoding`); a text column is several 0/1 features
@@ -88,17 +89,23 @@ class Roles:
     classes: tuple[str, ...] | None = None
     """The target's values in order; None = those of the table."""
     kind: str = CLASS
-    """What the target is: class or number."""
+    """What the target is: class, number or survival."""
     subgroups: tuple[str, ...] = ()
     """Columns that are features, and by whose values a model is judged as well."""
+    time: str = ""
+    """For survival, the column of times; `target` is the event."""
 
     def __post_init__(self) -> None:
         one_of("data.target_kind", self.kind, TARGETS)
+        if (self.kind == SURVIVAL) != bool(self.time):
+            raise NestfedError(
+                "Survival needs the column of times and that of events: data.time, data.target and target_kind = 'survival'."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
         """All columns with a role."""
-        return (self.target, *self.columns, *self.drop)
+        return (self.target, *([self.time] if self.time else []), *self.columns, *self.drop)
 
     def check(self, tables: Sequence[Raw], faults: Faults) -> None:
         """Note columns that tables lack, those with two roles, and tables without rows."""
@@ -125,6 +132,7 @@ def load_table(
     schema: TableSchema = EMPTY,
     target_kind: str = CLASS,
     subgroups: Sequence[str] = (),
+    time: str = "",
     entrance: Entrance = PYTHON,
 ) -> Dataset:
     """Read a user's table from .csv, .csv.gz, .parquet or .npz.
@@ -139,10 +147,10 @@ def load_table(
     each should pass it, so that y means the same at every site. Without it, whole numbers from 0 are kept, False and
     True become 0 and 1, and other values become 0, 1, … in sorted order if there are at least two. `Dataset.classes`
     names each y. A table with a single class is allowed if it is clear which one it is. With target_kind = "number", y is
-    the target as numbers.
+    the target as numbers; with "survival", y holds the columns `time` and `target`, which says whether the event happened.
     """
     names = None if classes is None else tuple(map(str, classes))
-    roles = Roles(target, tuple(columns), tuple(drop), names, target_kind, tuple(subgroups))
+    roles = Roles(target, tuple(columns), tuple(drop), names, target_kind, tuple(subgroups), time)
     faults = Faults(entrance)
     raw = read_table(path, schema.form, schema.as_text)
     if raw.where.lower().endswith(".npz"):
@@ -159,7 +167,7 @@ def as_datasets(tables: Sequence[Raw], roles: Roles, schema: TableSchema, faults
     schema, made, notes = tables_of(tables, schema.decided(), faults, roles.names)
     found = []
     for raw, (x, columns) in zip(tables, made):
-        if roles.target not in raw.columns:
+        if roles.target not in raw.columns or (roles.time and roles.time not in raw.columns):
             continue
         with faults.noting():
             y, names = _target(raw, roles, schema, faults)
@@ -236,7 +244,24 @@ def _target(raw: Raw, roles: Roles, schema: TableSchema, faults: Faults) -> tupl
         raise NestfedError(
             f"{where} is missing in {missing:,} of {len(series):,} rows: fill it in or remove these rows."
         )
-    return _labels(where, series, roles.classes)
+    labels, names = _labels(where, series, roles.classes)
+    if roles.kind == SURVIVAL:
+        return _survival_target(where, labels, names, raw, roles, schema, faults), ()
+    return labels, names
+
+
+def _survival_target(
+    where: str, labels: Array, names: tuple[str, ...], raw: Raw, roles: Roles, schema: TableSchema, faults: Faults
+) -> Array:
+    """Return time and event; the second of two values of the target is the event."""
+    if len(names) != 2:
+        faults.add(f"{where} says whether the event happened, so it has two values, not {len(names)}.")
+    marks = (*schema.missing, *(schema.columns[roles.time].missing if roles.time in schema.columns else ()))
+    there = f"Time {roles.time!r} of {raw.where}"
+    time = _number_target(there, _pandas().Series(raw.columns[roles.time]), marks, raw, faults)
+    if early := int((time < 0).sum()):
+        faults.add(f"{there} is negative in {early:,} of {len(time):,} rows: expected times from 0.")
+    return np.column_stack([time, labels == 1]).astype(np.float64)
 
 
 def _number_target(where: str, series: Any, marks: tuple[str, ...], raw: Raw, faults: Faults) -> Array:

@@ -11,8 +11,11 @@ from nestfed.deploy.preflight import KINDS
 from nestfed.engine.program import TAP
 from nestfed.experiment.build import method
 from nestfed.experiment.spec import Experiment
+from nestfed.experiment.target import Target
 from nestfed.problems.objective import Labelled
 from nestfed.queries import CLASSES, QUERIES, SCORES, SQUARES, TABLE, Query
+from nestfed.queries.errors import ERRORS, SCALE
+from nestfed.study.hazards import QUERIES as HAZARDS
 from nestfed.study.outcome import QUERIES as STUDY
 
 WORDS = {
@@ -43,7 +46,11 @@ def questions_in(study: Any) -> tuple[str, ...]:
         return ()
     if study.exchange.privacy is not None:
         return ()  # their answers would have no noise
-    known = (CLASSES, TABLE, SQUARES, SCORES, *(STUDY if study.is_study else ()))
+    target = Target.of(study.data)
+    if target.is_survival:
+        return tuple(query.name for query in (CLASSES, TABLE, SQUARES, *HAZARDS))
+    judging = (SCALE, ERRORS) if target.is_number else (SCORES,)
+    known = (CLASSES, TABLE, SQUARES, *judging, *(STUDY if study.is_study else ()))
     return tuple(query.name for query in known)
 
 
@@ -91,6 +98,8 @@ def _size(query: Query, field: str) -> str:
 
 
 def _uploads(study: Experiment) -> Iterator[Item]:
+    if Target.of(study.data).is_survival:
+        return  # there are no rounds
     made = method(study)
     when = "in every round in which the site trains"
     privacy = study.exchange.privacy

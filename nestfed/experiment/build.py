@@ -23,6 +23,7 @@ from nestfed.experiment.spec import AlgorithmSpec, Experiment, ServerSpec, hyper
 from nestfed.metrics import ErrorTotals, judge, judge_pooled
 from nestfed.problems.flat import channels_last
 from nestfed.problems.objective import Generated, Labelled, Objective, Setting
+from nestfed.problems.regress import in_units
 
 Metrics = dict[str, float]
 
@@ -129,11 +130,19 @@ def _measured(name: str, function: Callable[[Any], Any], model: Any) -> Metrics:
     return named_numbers(name, function(model))
 
 
-def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, totals: Totals | None = None) -> Assembly:
+def labelled(
+    experiment: Experiment,
+    prepared: Prepared,
+    p: float,
+    seed: int,
+    totals: Totals | None = None,
+    scale: tuple[float, float] = (0.0, 1.0),
+) -> Assembly:
     """Build the objects from prepared examples.
 
     - `p`: the mean share of positives over all clients.
     - `totals`: the rows of all clients; None = those of the prepared parts.
+    - `scale`: the mean and the deviation of a target that is a number, in which its networks learn.
     """
     objective, algorithm = experiment.problem, method(experiment)
     assert isinstance(objective, Labelled)
@@ -143,6 +152,8 @@ def labelled(experiment: Experiment, prepared: Prepared, p: float, seed: int, to
     model = models.build(
         experiment.model.name, shape, 1 if binary else prepared.classes, seed=seed, **experiment.model.options
     )
+
+    model = in_units(model, *scale)
 
     def build(objective: Objective, algorithm: Algorithm[Any, Any]) -> tuple[Any, Any]:
         if not isinstance(objective, Labelled):

@@ -18,7 +18,7 @@ from nestfed.data.faults import FILE
 from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.data.sources import Dataset, load, load_table
 from nestfed.data.split import TEST, VALIDATION, aside, late
-from nestfed.data.tables import NUMBER, TARGETS, Roles
+from nestfed.data.tables import CLASS, NUMBER, SURVIVAL, TARGETS, Roles
 
 _TINY = ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 PIXELS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -80,7 +80,9 @@ class DataSpec:
     subgroups: tuple[str, ...] = ()
     """Columns by whose values a study judges its models as well; they are features."""
     target_kind: str = "class"
-    """What the target is: class, or number for regression."""
+    """What the target is: class, number for regression, or survival."""
+    time: str = ""
+    """For survival, the column of times; the target is the column that says whether the event happened."""
     limit: int = 0
     """The largest number of training examples, for quick tests; 0 = all."""
 
@@ -178,11 +180,14 @@ def divide(
     - `form`: the format of the dates in `data.split_by`.
     """
     labels, classes = _labels(whole.y, len(whole.classes), data)
-    several, numeric = labels.ndim == 2, data.target_kind == NUMBER
-    if several or numeric:
-        _check_several(data, parts, "a number as its target" if numeric else "several labels per example")
+    unlabelled = data.target_kind != CLASS or labels.ndim == 2
+    if unlabelled:
+        what = {NUMBER: "a number as its target", SURVIVAL: "a time as its target"}
+        _check_several(data, parts, what.get(data.target_kind, "several labels per example"))
     _check_removal(data, classes)
-    strata = np.zeros(len(labels), np.int64) if several or numeric else labels
+    strata = np.zeros(len(labels), np.int64) if unlabelled else labels
+    if data.target_kind == SURVIVAL:
+        strata = labels[:, 1].astype(np.int64)
     chosen = _protocol(data, whole, parts, site, form)
     owners = _Owners.divide(parts, whole, strata, seed) if data.held_out == "clients" else None
     rows = _choose(data, whole, strata, owners, chosen, own_test=test is None, seed=seed)
@@ -213,7 +218,7 @@ def divide(
         held(rows.validation) if len(rows.validation) else None,
         classes,
         later,
-        _summary(data, whole, shares, strata[rows.train], names, several or numeric),
+        _summary(data, whole, shares, strata[rows.train], names, unlabelled),
         {k: v[rows.train] for k, v in whole.columns.items()},
     )
 
@@ -323,7 +328,7 @@ def as_table(data: Dataset) -> tuple[np.ndarray, Schema]:
 def roles_of(data: DataSpec) -> Roles:
     """Return what the columns of a table are for."""
     columns = tuple(dict.fromkeys(filter(None, [*data.columns, data.group, data.split_by])))
-    return Roles(data.target, columns, data.drop, data.classes or None, data.target_kind, data.subgroups)
+    return Roles(data.target, columns, data.drop, data.classes or None, data.target_kind, data.subgroups, data.time)
 
 
 def load_examples(data: DataSpec, schema: TableSchema = EMPTY) -> tuple[Dataset, Dataset | None]:
@@ -336,7 +341,7 @@ def load_examples(data: DataSpec, schema: TableSchema = EMPTY) -> tuple[Dataset,
         roles = roles_of(data)
         table = load_table(
             Path(data.file), roles.target, columns=roles.columns, drop=roles.drop, classes=roles.classes, schema=schema,
-            target_kind=roles.kind, subgroups=roles.subgroups, entrance=FILE,
+            target_kind=roles.kind, subgroups=roles.subgroups, time=roles.time, entrance=FILE,
         )  # fmt: skip
         return table, None
     split = load(data.name, data.folder or None)
@@ -349,6 +354,8 @@ def load_examples(data: DataSpec, schema: TableSchema = EMPTY) -> tuple[Dataset,
 
 def _labels(y: np.ndarray, classes: int, data: DataSpec) -> tuple[np.ndarray, int]:
     """Return the labels to learn and the number of classes; with two classes, 1 is positive."""
+    if data.target_kind == SURVIVAL:
+        return np.array(y, dtype=np.float64), 1
     if y.ndim == 2:
         return np.array(y, dtype=np.float32), classes
     if data.target_kind == NUMBER:

@@ -37,11 +37,15 @@ from nestfed.experiment.prepare import (
 )
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL
+from nestfed.experiment.target import Target
 from nestfed.problems.objective import Labelled
+from nestfed.problems.regress import in_units
 from nestfed.queries import SCORES, TEST, TRAINING, VALIDATION, Answers, Question, Rows, at_hand
 from nestfed.queries.agreement import Agreement
+from nestfed.queries.errors import ERRORS, judged_errors
+from nestfed.queries.influence import NUMBERS
 from nestfed.queries.newton import network_parameters, ridge_regression
-from nestfed.queries.scores import LOG_ODDS, LOGITS, RANKING, judged
+from nestfed.queries.scores import LOG_ODDS, RANKING, judged
 
 LOG = logging.getLogger(__name__)
 
@@ -135,7 +139,8 @@ def examples_at(experiment: Experiment, place: Place, table: Table | None = None
     if place.file:
         return divided(experiment, *(table or own_table(experiment, place.file)), site=place.name)
     prepared = _part(experiment, place.n)
-    return SiteExamples(prepared, (), tuple(map(str, range(prepared.classes))), True)
+    names = Target.of(experiment.data, tuple(map(str, range(prepared.classes)))).classes
+    return SiteExamples(prepared, (), names, True)
 
 
 def divided(experiment: Experiment, whole: Dataset, test: Dataset | None = None, site: str = "") -> SiteExamples:
@@ -186,7 +191,8 @@ def made_of(experiment: Experiment, own: Prepared, agreement: Agreement) -> Made
     assert isinstance(experiment.problem, Labelled)
     if experiment.problem.binary and not bool((prepared.y[rows] == 1).any()):
         prepared = _with_phantom(prepared)
-    assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed, agreement.totals)
+    scale = agreement.center, agreement.unit
+    assembly = labelled(experiment, prepared, agreement.p, experiment.run.seed, agreement.totals, scale)
 
     def rows_of(part: str) -> Rows | None:
         if (some := parts_of(own).get(part)) is None:
@@ -211,8 +217,10 @@ def at_coordinator(experiment: Experiment, agreement: Agreement) -> Assembly:
     x, y = torch.zeros((2, *agreement.shape)), torch.tensor([0, 1])
     rows = [np.arange(2)] * agreement.clients
     summary = Summary(np.zeros((0, 0), np.int64), (), ())
-    empty = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, len(agreement.classes), None, summary)
-    return labelled(experiment, empty, agreement.p, experiment.run.seed, agreement.totals)
+    classes = len(agreement.classes) or Target.of(experiment.data).outputs
+    empty = Prepared(x, y, rows, [], Held(x[:0], y[:0]), None, classes, None, summary)
+    scale = agreement.center, agreement.unit
+    return labelled(experiment, empty, agreement.p, experiment.run.seed, agreement.totals, scale)
 
 
 def _part(experiment: Experiment, n: int) -> Prepared:
@@ -258,10 +266,9 @@ PREFIXES = {TEST: "", VALIDATION: "val_"}
 
 def score_kind(experiment: Experiment, agreement: Agreement) -> str:
     """Return what a model's outputs are."""
-    if len(agreement.classes) != 2:
-        return LOGITS
+    target = Target.of(experiment.data, agreement.classes)
     assert isinstance(experiment.problem, Labelled)
-    return LOG_ODDS if experiment.problem.log_odds else RANKING
+    return RANKING if target.scores == LOG_ODDS and not experiment.problem.log_odds else target.scores
 
 
 def evaluation_questions(
@@ -269,6 +276,8 @@ def evaluation_questions(
 ) -> tuple[Question, ...]:
     """Return what sites are asked to judge the model by."""
     kind = score_kind(experiment, agreement)
+    if kind == NUMBERS:
+        return tuple(Question(ERRORS, part) for part in parts)
     return tuple(Question(SCORES, part, {"kind": kind}) for part in parts)
 
 
@@ -283,7 +292,8 @@ def metrics_of(
     for one in evaluation_questions(experiment, agreement, parts):
         replies = [answers[n][one.key] for n in sorted(answers) if one.key in answers[n]]
         if replies:
-            found |= {PREFIXES[one.part] + k: v for k, v in judged(replies, kind, metric, reduce).items()}
+            values = judged_errors(replies, reduce) if kind == NUMBERS else judged(replies, kind, metric, reduce)
+            found |= {PREFIXES[one.part] + k: v for k, v in values.items()}
     return found
 
 
@@ -304,9 +314,9 @@ class Network:
     @classmethod
     def of(cls, study: Experiment, agreement: Agreement) -> Network:
         """Return the network that [model] names, for the agreed inputs and classes."""
-        outputs = 1 if len(agreement.classes) == 2 else len(agreement.classes)
-        spec = study.model
+        outputs, spec = Target.of(study.data, agreement.classes).outputs, study.model
         made = models.build(spec.name, agreement.shape, outputs, seed=study.run.seed, **spec.options)
+        made = in_units(made, agreement.center, agreement.unit)
         return cls(made, models.build("mlp", agreement.shape, outputs, hidden=()))
 
     @property
@@ -387,14 +397,14 @@ class OwnRows:
 
     @cached_property
     def own_model(self) -> np.ndarray:
-        """Logistic regression on this site's rows alone, all 0 if they have one class."""
+        """The exact regression on this site's rows alone; all 0 if it has none, as with one class."""
         names, classes = self.agreement.encoding.inputs, len(self.agreement.classes)
         trial, last = (at_hand([self.by_part(final)]) for final in (False, True))
         try:
             _, found, _ = ridge_regression(trial, last, names, classes)
         except NestfedError as error:
             LOG.info("this site has no model of its own: %s", error)
-            return network_parameters(np.zeros((classes - 1) * (len(names) + 1)), classes)
+            return network_parameters(np.zeros(max(classes - 1, 1) * (len(names) + 1)), classes)
         return network_parameters(found.coef, classes)
 
 

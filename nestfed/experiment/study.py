@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nestfed.core import METHODS, NestfedError, one_of
+from nestfed.data.tables import NUMBER
+from nestfed.problems.objective import Labelled
 
 if TYPE_CHECKING:
     from nestfed.experiment.spec import Experiment
@@ -118,6 +120,12 @@ def reject_unfit(study: Experiment) -> None:
     if spec.baseline not in study.methods:
         raise NestfedError(f"study.baseline is {spec.baseline!r}, but the methods are {', '.join(study.methods)}.")
     for name in study.methods:
+        problem = study.for_method(name).problem
+        if isinstance(problem, Labelled) and problem.numeric != (study.data.target_kind == NUMBER):
+            raise NestfedError(
+                f"methods.{name} has the problem {problem.name}, which is for a {'number' if problem.numeric else 'class'}, "
+                f"but data.target_kind is {study.data.target_kind!r}."
+            )
         for key, values in study.grid(name).items():
             if not isinstance(values, Sequence) or not all(_is_number(v) for v in values) or not values:
                 raise NestfedError(f"methods.{name}.tune.{key} must be a list of numbers in a study, not {values!r}.")

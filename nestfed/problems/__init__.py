@@ -5,6 +5,7 @@ from nestfed.problems.base import Ball, Box, Compositional, Conditional, Direct,
 
 OBJECTIVES.add("classify", "nestfed.problems.classify:ClassifyOptions")
 OBJECTIVES.add("regress", "nestfed.problems.regress:RegressOptions")
+OBJECTIVES.add("cox", "nestfed.problems.cox:CoxOptions")
 OBJECTIVES.add("auroc", "nestfed.problems.auroc:AUROCOptions")
 OBJECTIVES.add("auprc", "nestfed.problems.auprc:AUPRCOptions")
 OBJECTIVES.add("agnostic", "nestfed.problems.agnostic:AgnosticOptions")

@@ -31,6 +31,7 @@ for _query in (TABLE, CLASSES, SQUARES, SCORES):
     QUERIES.add(_query.name, _query)
 for _name, _place in {
     "errors": "errors:ERRORS",
+    "target-scale": "errors:SCALE",
     "regression-facts": "newton:FACTS",
     "regression-sums": "newton:SUMS",
     "regression-outer": "newton:OUTER",

@@ -12,9 +12,12 @@ import numpy as np
 from nestfed.core import NestfedError
 from nestfed.data import encoding
 from nestfed.data.clients import Totals
+from nestfed.data.design import Design
 from nestfed.data.encoding import NO_TABLE, Sums, TableEncoding, kinds_of, schema_from_json, schema_to_json
 from nestfed.data.schema import TableSchema
+from nestfed.data.tables import CLASS, NUMBER, SURVIVAL
 from nestfed.queries import CLASSES, ROWS, SQUARES, TABLE, Answers, Question
+from nestfed.queries.errors import SCALE, scale_of
 from nestfed.queries.tables import classes_of, sums_of
 
 AskAll = Callable[[Sequence[Question]], Mapping[int, Answers]]
@@ -36,10 +39,15 @@ class Agreement:
     """The rows of all sites that made the agreement."""
     known: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """For every feature, the rows of all sites in which it is known."""
+    center: float = 0.0
+    """The mean of a target that is a number."""
+    unit: float = 1.0
+    """Its standard deviation."""
 
     def packed(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return the agreement as the words and arrays of a message."""
         words = {"clients": self.clients, "shape": self.shape, "classes": self.classes, "p": self.p}
+        words |= {"center": self.center, "unit": self.unit, "design": isinstance(self.encoding, Design)}
         words |= {"totals": astuple(self.totals), "columns": schema_to_json(self.encoding.schema)}
         scaling, known = self.encoding, np.asarray(self.known, np.int64)
         numbers = {"mean": scaling.mean, "deviation": scaling.deviation, "gaps": scaling.gaps.astype(np.uint8)}
@@ -54,8 +62,11 @@ class Agreement:
             raise ValueError("the numbers of columns and scales differ")
         totals = Totals(*map(int, words["totals"]))
         shape, classes = tuple(map(int, words["shape"])), tuple(map(str, words["classes"]))
-        made = TableEncoding(schema, *numbers)
-        return cls(int(words["clients"]), shape, classes, float(words["p"]), made, totals, np.array(arrays["known"]))
+        center, unit = float(words["center"]), float(words["unit"])
+        if not unit > 0:
+            raise ValueError("the deviation of the target is not positive")
+        made, known = (Design if words["design"] else TableEncoding)(schema, *numbers), np.array(arrays["known"])
+        return cls(int(words["clients"]), shape, classes, float(words["p"]), made, totals, known, center, unit)
 
     def read_by(self, table: TableSchema) -> Agreement:
         """Return the agreement whose encoding can also read tables as they are in files."""
@@ -109,6 +120,8 @@ class Rules:
     """Combine statistics by medians over the sites, so that one bad site cannot move them far."""
     least: int = 1
     """The sites that are needed."""
+    target: str = CLASS
+    """The kind of the target: the scale of a number matters; survival needs the columns of a regression."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """The names of sites that cannot take part already, with the reasons."""
 
@@ -136,6 +149,12 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
             reasons = {**rules.lost, **{name(n): why for n, why in out.items()}}
             raise too_few(len(there), rules.clients, rules.least, reasons)
         found = _merged(there, rules, name)
+        if rules.target == NUMBER:
+            scales = {n: answer for n, answer in ask([Question(SCALE)]).items() if n in there}
+            center, unit = scale_of(
+                (answer[Question(SCALE).key] for answer in scales.values()), "median" if rules.robust else "mean"
+            )
+            found = replace(found, center=center, unit=unit)
         if not found.encoding.schema:
             return found
         asked = Question(
@@ -149,7 +168,9 @@ def agree(ask: AskAll, rules: Rules, name: Callable[[int], str], reject: Callabl
             continue
         sums = _sums(there, name)
         made = encoding.finish(found.encoding, [squares[n] for n in there], sums, robust=rules.robust)
-        return replace(found, encoding=made)
+        if rules.target == SURVIVAL:
+            made = Design.of(made)
+        return replace(found, encoding=made, shape=(len(made.inputs),) if len(found.shape) == 1 else found.shape)
 
 
 def too_few(there: int, sites: int, least: int, reasons: Mapping[str, str]) -> NestfedError:

@@ -1,4 +1,4 @@
-"""The query that judges a model of a number: sums of its errors, from which RMSE, MAE and R² over all sites follow."""
+"""Queries about a target that is a number: its scale, and the errors of a model, from which RMSE, MAE and R² follow."""
 
 from __future__ import annotations
 
@@ -47,6 +47,31 @@ ERRORS = Query(
     of_columns=False,
     at_model=True,
 )  # fmt: skip
+
+
+def _scale(rows: Rows) -> Arrays:
+    y = np.asarray(rows.y, np.float64)
+    return {"total": y.sum(), "squares": (y**2).sum()}
+
+
+SCALE = Query(
+    "target-scale",
+    "to agree on the mean and the deviation of a target that is a number",
+    _scale,
+    {
+        "total": Field("the sum of the target", "sum"),
+        "squares": Field("the sum of its squares", "sum", signed=False),
+    },
+    of_columns=False,
+)
+
+
+def scale_of(replies: Iterable[Arrays], reduce: str = "mean") -> tuple[float, float]:
+    """Return the mean and the standard deviation of the target over all sites; the deviation is 1 if it is constant."""
+    total = pooled(replies, reduce)
+    mean = float(total["total"]) / int(total[ROWS])
+    variance = float(total["squares"]) / int(total[ROWS]) - mean**2
+    return mean, variance**0.5 if variance > 1e-12 * mean**2 else 1.0
 
 
 def judged_errors(replies: Iterable[Arrays], reduce: str = "mean") -> dict[str, float]:

@@ -392,23 +392,25 @@ def regression_path(ask: Ask, family: Family, names: Sequence[str], *, classes: 
 
 
 def ridge_regression(trial: Ask, final: Ask, names: Sequence[str], classes: int) -> tuple[Fit, Fit, Path]:
-    """Return logistic regression with the penalty that is best on validation rows, fitted in two divisions of the rows.
+    """Return the regression with the penalty that is best on validation rows, fitted in two divisions of the rows.
 
+    - `classes`: the number of classes, for logistic regression; 0 = a target that is a number, for linear regression.
     - `trial`: asks with the validation rows held out; it chooses the penalty and gives the first fit.
     - `final`: asks with all rows in the training part; it gives the second fit, with the same penalty per row.
     """
-    path = regression_path(trial, "logistic", names, classes=classes)
+    family: Family = "logistic" if classes else "linear"
+    path = regression_path(trial, family, names, classes=classes)
 
     def fit(ask: Ask) -> Fit:
         rows = int(pooled(ask(FACTS, classes=classes).values())["used"])
-        return regression(ask, "logistic", names, classes=classes, ridge=path.best * rows)
+        return regression(ask, family, names, classes=classes, ridge=path.best * rows)
 
     return fit(trial), fit(final), path
 
 
 def network_parameters(coef: np.ndarray, classes: int) -> np.ndarray:
-    """Return the coefficients of a logistic regression, intercepts first, as the parameters of a linear network."""
-    outputs = coef.reshape(classes - 1, -1)
+    """Return the coefficients of a regression, intercepts first, as the parameters of a linear network; 0 classes: a number."""
+    outputs = coef.reshape(max(classes - 1, 1), -1)
     if classes > 2:  # the regression compares every class with the first one
         outputs = np.concatenate([np.zeros((1, outputs.shape[1])), outputs])
     return np.concatenate([outputs[:, 1:].ravel(), outputs[:, 0]])

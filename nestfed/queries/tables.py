@@ -96,7 +96,10 @@ SQUARES = Query(
 
 
 def _classes(rows: Rows) -> Arrays:
-    counts = np.bincount(rows.y.astype(np.int64), minlength=len(rows.classes))
+    # A target that is not a class has no names of classes, and nothing to count.
+    counts = (
+        np.bincount(rows.y.astype(np.int64), minlength=len(rows.classes)) if rows.classes else np.zeros(0, np.int64)
+    )
     names = as_text({"names": rows.classes, "stated": rows.stated})
     return {"names": names, "counts": counts, "shape": np.array(rows.x.shape[1:], np.int64)}
 

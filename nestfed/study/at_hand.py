@@ -16,12 +16,11 @@ from nestfed.core import NestfedError
 from nestfed.data.partition import Summary
 from nestfed.data.sources import Dataset
 from nestfed.engine.simulate import simulate
-from nestfed.experiment.build import evaluate, labelled
+from nestfed.experiment.build import labelled
 from nestfed.experiment.prepare import Held, Prepared
 from nestfed.experiment.site import Network, OwnRows, divided, parts_of
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import FINAL, Training
-from nestfed.problems.objective import Labelled
 from nestfed.queries import Answers, Question, answered
 from nestfed.queries.agreement import Agreement, Rules, agree
 from nestfed.study.conduct import Trained, choosing
@@ -42,7 +41,8 @@ class AtHand:
     @cached_property
     def agreement(self) -> Agreement:
         """What the sites agree on."""
-        experiment = self.study.for_method(next(iter(self.study.methods))).with_overrides(FINAL)
+        first = next(iter(self.study.methods), "")
+        experiment = (self.study.for_method(first) if first else self.study).with_overrides(FINAL)
         raw = [divided(experiment, table, site=name).rows() for name, table in self.tables.items()]
 
         def ask_all(questions: Sequence[Question]) -> dict[int, Answers]:
@@ -52,7 +52,10 @@ class AtHand:
             raise NestfedError(f"Site {self.names[n]} cannot take part: {sentence}")
 
         exchange = self.study.exchange
-        rules = Rules(len(self.names), exchange.weights == "examples", not exchange.reduction.plain, len(self.names))
+        rules = Rules(
+            len(self.names), exchange.weights == "examples", not exchange.reduction.plain, len(self.names),
+            target=self.study.data.target_kind,
+        )  # fmt: skip
         found = agree(ask_all, rules, self.names.__getitem__, reject)
         return found.read_by(next(iter(self.tables.values())).table)
 
@@ -72,15 +75,12 @@ class AtHand:
         experiment = training.experiment(self.study)
         prepared = self.joined(training.final)
         seed, agreed = experiment.run.seed, self.agreement
-        made = labelled(experiment, prepared, agreed.p, seed, agreed.totals)
+        made = labelled(experiment, prepared, agreed.p, seed, agreed.totals, (agreed.center, agreed.unit))
         metric = choosing(experiment)
 
         def judge(model: Callable[[Tensor], Tensor]) -> dict[str, float]:
-            assert prepared.validation is not None
-            assert isinstance(experiment.problem, Labelled)
-            log_odds = experiment.problem.log_odds
-            found = evaluate(model, prepared, prepared.validation, log_odds=log_odds, metric=metric.name)
-            return {f"val_{k}": v for k, v in found.items()}
+            assert made.validation is not None
+            return {f"val_{k}": v for k, v in made.validation(model).items()}
 
         evaluation = experiment.evaluation
         if not training.final:

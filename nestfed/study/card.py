@@ -25,8 +25,7 @@ def card(model: StudyModel, tables: Sequence[Table] = ()) -> str:
         _what(model),
         "## Results",
         _results(model, tables),
-        "## Decisions",
-        _decisions(model),
+        *(["## Decisions", decisions] if (decisions := _decisions(model)) else []),
         "## Training rows",
         _sites(model),
         "## Inputs",
@@ -65,7 +64,9 @@ def _what(model: StudyModel) -> str:
     kind = str(model.architecture)
     trained = f", trained for {origin.objective} by {origin.method}" if origin.method else ""
     over = f" over {len(origin.sites)} sites" if origin.sites else ""
-    if not model.classes:
+    if model.survival is not None:
+        answer = f"It predicts the probability that {model.target} has not happened until some {model.survival.time}."
+    elif not model.classes:
         answer = "It predicts a number."
     elif model.binary:
         a, b = model.calibration.at()
@@ -143,7 +144,7 @@ def _inputs(model: StudyModel) -> str:
 
 def _coefficients(model: StudyModel) -> str:
     rows = [[one.name, f"{one.standardised:+.5g}", f"{one.per_unit:+.5g}"] for one in coefficients(model)]
-    what = "log-odds" if model.classes else "prediction"
+    what = "log-odds" if model.classes else "log hazard" if model.survival else "prediction"
     table = Table("", ["input", "per standard deviation", "per unit, or if it is present"], rows)
     return f"What an input adds to the {what}.\n\n{markdown(table)}"
 
@@ -166,6 +167,8 @@ def _limits(model: StudyModel) -> str:
 
 def _use(model: StudyModel) -> str:
     graph = f"\n`{GRAPH}`, if it is here, does the same in ONNX Runtime." if model.architecture.name == "mlp" else ""
+    if model.survival is not None:
+        graph += " Both return the log of the hazard, against a row whose inputs are all at their mean or reference."
     return f"""```console
 $ nestfed predict MODEL new.csv
 $ nestfed monitor MODEL new.csv

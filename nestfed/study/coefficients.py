@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nestfed.study.exact import Design
+from nestfed.data.design import Design
 from nestfed.study.model import StudyModel
 
 INTERCEPT = "(intercept)"

@@ -22,6 +22,7 @@ from nestfed.experiment import choice
 from nestfed.experiment.site import Network
 from nestfed.experiment.spec import Experiment
 from nestfed.experiment.study import Training, protects, reject_unfit
+from nestfed.experiment.target import Target
 from nestfed.metrics import find
 from nestfed.queries import TRAINING, Answers, Arrays, Ask, Query, Question
 from nestfed.queries.agreement import Agreement
@@ -32,7 +33,6 @@ from nestfed.study.advice import lack_of_positives
 LOG = logging.getLogger(__name__)
 EXTEND = 2
 """How often a grid whose best step is at its end is extended by the next step."""
-LOGISTIC = "logistic regression"
 QUERIES = (FACTS, SUMS, OUTER)
 """What a study asks besides what every run over tables asks."""
 
@@ -110,7 +110,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Exact:
-    """Logistic regression over all sites, equal to that of the pooled rows."""
+    """Logistic or linear regression over all sites, equal to that of the pooled rows."""
 
     way: Way
     fit: Fit
@@ -129,18 +129,24 @@ class Conducted:
     ways: Sequence[Way]
     exact: Exact
     rows: Mapping[str, tuple[int, ...]]
-    """The training and validation rows of each site, by class."""
+    """The training and validation rows of each site, by class; of a number, all of them."""
     notes: Sequence[str] = ()
     """What a reader must know, in sentences."""
 
+    @property
+    def target(self) -> Target:
+        """The kind of the target."""
+        return Target.of(self.study.data, self.agreement.classes)
+
 
 def conduct(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.info) -> Conducted:
-    """Agree on the inputs, then tune and train every method of the study, with logistic regression as the start."""
+    """Agree on the inputs, then tune and train every method of the study, with exact regression as the start."""
     reject_unfit(study)
     agreement, network = sites.agreement, sites.network
-    tell(f"{LOGISTIC}: exact, over {len(sites.names)} sites")
-    exact = exact_regression(sites)
-    # A linear score has the exact optimum of cross-entropy to start from, whatever method trains it.
+    target = Target.of(study.data, agreement.classes)
+    tell(f"{target.exact}: exact, over {len(sites.names)} sites")
+    exact = exact_regression(sites, target)
+    # A linear score has the exact optimum of its plain loss to start from, whatever method trains it.
     start = exact.way if network.is_linear else None
     ways = [_tuned(study, sites, name, start, tell) for name in study.methods]
     notes = [
@@ -148,9 +154,9 @@ def conduct(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
         for way in ways
         if not way.converged
     ]
-    counts = asking(sites)(FACTS, classes=len(agreement.classes))
-    rows = {sites.names[n]: tuple(reply["classes"].tolist()) for n, reply in counts.items()}
-    if len(agreement.classes) == 2:
+    counts = asking(sites)(FACTS, classes=len(target.classes))
+    rows = {sites.names[n]: tuple(reply["classes"].tolist()) or (int(reply["used"]),) for n, reply in counts.items()}
+    if target.binary:
         few = lack_of_positives(list(rows), [counts[1] for counts in rows.values()], [*map(sum, rows.values())])
         notes += [few] if few else []
     return Conducted(study, agreement, network, sites.names, ways, exact, rows, (*exact.fit.notes, *notes))
@@ -159,13 +165,12 @@ def conduct(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
 # ------------------------------------------------------------------------------------- exact regression
 
 
-def exact_regression(sites: Sites) -> Exact:
-    """Fit logistic regression over all sites, with the ridge penalty that is best on validation rows."""
-    agreement = sites.agreement
-    names, classes = agreement.encoding.inputs, len(agreement.classes)
+def exact_regression(sites: Sites, target: Target) -> Exact:
+    """Fit the regression of a target over all sites, with the ridge penalty that is best on validation rows."""
+    names, classes = sites.agreement.encoding.inputs, len(target.classes)
     first, last, path = ridge_regression(asking(sites, final=False), asking(sites), names, classes)
     way = Way(
-        LOGISTIC,
+        target.exact,
         network_parameters(last.coef, classes),
         network_parameters(first.coef, classes),
         {"ridge": path.best},

@@ -15,6 +15,7 @@ from torch import Tensor
 from nestfed.core import NestfedError, __version__
 from nestfed.data.encoding import TableEncoding
 from nestfed.models import Mlp
+from nestfed.problems.regress import InUnits
 from nestfed.study.decide import Calibration
 from nestfed.study.model import Architecture, Provenance, StudyModel
 
@@ -111,12 +112,13 @@ def model_of_way(done: Conducted, way: Way) -> StudyModel:
     """Return one of the trained models of a study; calibration, thresholds, metrics and reference are added with `replace`."""
     study, agreement = done.study, done.agreement
     module = done.network.at(way.x)
+    if isinstance(module, InUnits):
+        module = module.plain()
     linear = isinstance(module, Mlp) and not len(module.hidden)
     options = {"hidden": []} if linear else dict(study.model.options)
-    outputs = 1 if len(agreement.classes) == 2 else len(agreement.classes)
     settings = {**{k: f"{v:g}" for k, v in way.settings.items()}, "rounds": str(way.rounds)}
     return StudyModel(
-        Architecture("mlp" if linear else study.model.name, agreement.shape, outputs, options),
+        Architecture("mlp" if linear else study.model.name, agreement.shape, done.target.outputs, options),
         {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()},
         agreement.encoding,
         study.data.target,

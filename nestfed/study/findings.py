@@ -80,9 +80,9 @@ def page(outcome: Outcome, facts: Mapping[str, str], digest: str = "") -> Page:
 
 
 def _target(outcome: Outcome) -> str:
-    classes = outcome.conducted.agreement.classes
-    positive = f" ({classes[-1]} is positive)" if len(classes) == 2 else ""
-    return f"{outcome.conducted.study.data.target}: {', '.join(classes)}{positive}"
+    target = outcome.conducted.target
+    positive = f" ({target.classes[-1]} is positive)" if target.binary else ""
+    return f"{outcome.conducted.study.data.target}: {', '.join(target.classes) or 'a number'}{positive}"
 
 
 def _choice(outcome: Outcome) -> Table:
@@ -107,7 +107,7 @@ def _trials(ways: Sequence[Way], metric: str, *, protected: bool) -> Table:
         ended = f"{best} ({way.end} of those tried)" if way.end else best
         values = " · ".join(f"{name}: {'diverged' if math.isnan(v) else f'{v:.4f}'}" for name, v in way.trials.items())
         rows.append([way.name, ended, way.rounds, megabytes, values])
-    note = f"Every method has the same trials. Values are {LABELS.get(metric, metric)} on validation rows; of logistic regression, the log-loss."
+    note = f"Every method has the same trials. Values are {LABELS.get(metric, metric)} on validation rows; of exact regression, the mean loss of a row."
     if protected:
         note += " Methods that protect sites have the log-loss of the worst site."
     return Table("Tuning", ["method", "chosen", "rounds", "sent by the chosen trial", "trials"], rows, note)
@@ -159,20 +159,24 @@ def _model(outcome: Outcome) -> Table:
         )
         label = LABELS.get(outcome.metric, outcome.metric)
         return Table("What the model uses", ["column", f"loss of {label}", "between shuffles"], rows, note)
-    if len(done.agreement.classes) == 2:
+    if done.target.outputs == 1:
         frame = coefficients(outcome.released.x, done.agreement.encoding, outcome.calibration)
+        heads, what = ["per deviation", "per unit", "odds ratio"], "log-odds"
+        if not done.target.binary:
+            frame, heads, what = frame.drop(columns="odds_ratio"), heads[:2], "prediction"
         rows = [
-            [str(name), *(None if math.isnan(v) else round(v, 5) for v in row)] for name, *row in frame.itertuples()
+            [str(name), *(None if math.isnan(v) else float(f"{v:.5g}") for v in row)]
+            for name, *row in frame.itertuples()
         ]
-        note = "On the log-odds. The intercept is the log-odds where every input has its mean."
-        return Table("Coefficients", ["input", "per deviation", "per unit", "odds ratio"], rows, note)
+        note = f"On the {what}. The intercept is the {what} where every input has its mean."
+        return Table("Coefficients", ["input", *heads], rows, note)
     return Table("Coefficients", ["input"], [], "With several classes, see the model card.")
 
 
 def _rows(outcome: Outcome) -> Table:
     done = outcome.conducted
-    heads = [f"{done.study.data.target} = {c}" for c in done.agreement.classes]
-    rows: list[list[Any]] = [[name, sum(counts), *counts] for name, counts in done.rows.items()]
+    heads = [f"{done.study.data.target} = {c}" for c in done.target.classes]
+    rows: list[list[Any]] = [[name, sum(counts), *(counts if heads else ())] for name, counts in done.rows.items()]
     note = "Training and validation rows. Test rows are left out; so is a class with fewer rows than a site's min-cell."
     return Table("Rows by site", ["site", "rows", *heads], rows, note)
 
@@ -180,7 +184,7 @@ def _rows(outcome: Outcome) -> Table:
 def _figures(outcome: Outcome) -> list[Figure]:
     """Return ROC, precision and recall, calibration and net benefit of the released model, and what protection costs."""
     protection = [] if outcome.protection is None else [outcome.protection.figure()]
-    if len(outcome.conducted.agreement.classes) != 2:
+    if not outcome.conducted.target.binary:
         return protection
     name, tally = outcome.released.name, outcome.tally
     even = tally.scores.even

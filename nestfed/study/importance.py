@@ -112,5 +112,6 @@ def coefficients(
         [encoding.deviation if encoding.scaled else np.ones(len(encoding.features)), np.ones(len(encoding.marked))]
     )
     per_unit = np.append(weights / scale, a * float(parameters[-1]) + b)
-    table = {"per_deviation": np.append(weights, math.nan), "per_unit": per_unit, "odds_ratio": np.exp(per_unit)}
+    with np.errstate(over="ignore"):  # of a number, whose units may be large, it means nothing
+        table = {"per_deviation": np.append(weights, math.nan), "per_unit": per_unit, "odds_ratio": np.exp(per_unit)}
     return pd.DataFrame(table, index=pd.Index([*names, "(intercept)"], name="input"))

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from nestfed import models
 from nestfed.core import NestfedError, __version__, unknown
+from nestfed.data.design import Design
 from nestfed.data.encoding import TableEncoding
 from nestfed.metrics import Estimate
+from nestfed.queries.survival import Baseline
 from nestfed.study import sealed
 from nestfed.study.decide import Calibration, Threshold
-from nestfed.study.exact import Design
 from nestfed.study.reference import Reference
 from nestfed.study.rows import Oddities, features
 
@@ -80,9 +81,34 @@ class Provenance:
     torch: str = torch.__version__
 
 
+@dataclass(frozen=True)
+class SurvivalCurve:
+    """The survival of a row whose score is 0, so that scores, which are log hazard ratios, become probabilities."""
+
+    time: str
+    """The column of times."""
+    times: tuple[float, ...]
+    """The times at which the model predicts, unless others are asked for."""
+    starts: tuple[float, ...]
+    """When the cumulative hazard grows."""
+    cumulative: tuple[float, ...]
+    """The cumulative hazard from then on."""
+
+    def __call__(self, scores: np.ndarray, times: Sequence[float] = ()) -> np.ndarray:
+        """Return the probabilities of no event until the given times, (n, times)."""
+        return Baseline(np.array(self.starts), np.array(self.cumulative)).survival(
+            scores, np.array(times or self.times)
+        )
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> SurvivalCurve:
+        """Return the curve that was saved."""
+        return cls(str(found["time"]), *(tuple(map(float, found[k])) for k in ("times", "starts", "cumulative")))
+
+
 @dataclass(frozen=True, eq=False)
 class StudyModel:
-    """A model to use: from the columns of a table to probabilities, or to numbers for a numeric target.
+    """A model to use: from the columns of a table to probabilities, to numbers, or to the survival at some times.
 
     It is independent of how it was trained, and holds no code.
     """
@@ -92,7 +118,7 @@ class StudyModel:
     encoding: TableEncoding
     target: str
     classes: tuple[str, ...] = ()
-    """In order, the positive one last; empty for a numeric target."""
+    """In order, the positive one last; empty for a numeric target and for survival."""
     calibration: Calibration = Calibration()
     """For two classes."""
     thresholds: tuple[Threshold, ...] = ()
@@ -100,6 +126,8 @@ class StudyModel:
     provenance: Provenance = Provenance()
     reference: Reference | None = None
     """Statistics of training rows and scores, to compare new rows with."""
+    survival: SurvivalCurve | None = None
+    """For the time to an event."""
     digest: str = ""
     """Of the directory that it was loaded from."""
 
@@ -136,7 +164,9 @@ class StudyModel:
         return models.score(self.network, inputs).numpy()
 
     def predictions(self, scores: np.ndarray, site: str = "") -> np.ndarray:
-        """Return the probability of every class, (n, classes), or (n,) numbers for a numeric target."""
+        """Return the probability of every class, (n, classes), or (n,) numbers; for survival, (n, times) probabilities."""
+        if self.survival is not None:
+            return self.survival(scores)
         if not self.classes:
             return scores
         if self.binary:
@@ -188,6 +218,7 @@ class StudyModel:
             "thresholds": [_strict(asdict(one)) for one in self.thresholds],
             "provenance": _strict(asdict(self.provenance)),
             "reference": self.reference and self.reference.to_json(),
+            "survival": self.survival and asdict(self.survival),
         }
 
     @classmethod
@@ -211,6 +242,7 @@ class StudyModel:
             tuple(_threshold(one) for one in found["thresholds"]),
             Provenance(**provenance),
             found["reference"] and Reference.from_json(found["reference"]),
+            (curve := found.get("survival")) and SurvivalCurve.from_json(curve),
         )
 
     def files(self) -> dict[str, bytes]:

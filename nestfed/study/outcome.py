@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from nestfed.experiment.spec import Experiment
 from nestfed.queries import VALIDATION
-from nestfed.queries.scores import LOG_ODDS, LOGITS
 from nestfed.queries.tally import Tally
 from nestfed.study import conduct as conducting
 from nestfed.study import decide
@@ -26,7 +25,7 @@ from nestfed.study.recalibrate import Agreement, Recalibration, agreement, calib
 QUERIES = (*conducting.QUERIES, *judging.QUERIES, *recalibrating.QUERIES)
 """What a study asks besides what every run over tables asks."""
 ALONE = "every site alone"
-"""Every site's own logistic regression, judged on its own rows."""
+"""Every site's own exact regression, judged on its own rows."""
 COMMON, BY_SITE, UNCALIBRATED = "common calibration", "calibration by site", "scores"
 """The released model with either calibration, and its scores alone."""
 
@@ -78,7 +77,7 @@ class Outcome:
 
     @property
     def ways(self) -> Sequence[Way]:
-        """All trained models, logistic regression last."""
+        """All trained models, exact regression last."""
         return (*self.conducted.ways, self.conducted.exact.way)
 
 
@@ -89,7 +88,7 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
     tell("judging on validation and test rows")
     metric, names = choosing(study).name, list(sites.names)
     ways = [*found.ways, found.exact.way]
-    kind = LOG_ODDS if len(found.agreement.classes) == 2 else LOGITS
+    kind = found.target.scores
     trial, final = asking(sites, final=False), asking(sites)
     fallback = found.exact.way if found.network.is_linear else _way(ways, study.study.baseline)
     validation = judge(
@@ -101,15 +100,18 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
         safer, reason = safest(study, ways, fallback, validation)
         released, why = (safer, reason) if safer is not None else (released, f"{why} {reason}")
     alone = {ALONE: Candidate(None)}
-    if kind == LOGITS:
+    if not found.target.binary:
         last = {way.name: Candidate(way.x) for way in ways}
-        test = judge(final, last | alone, kind=kind, reference=released.name, sites=names)
+        test = judge(
+            final, last | alone, kind=kind, subgroups=study.data.subgroups, reference=released.name, sites=names
+        )
         protection = None
         if study.study.protect:
             protection = Protection.of(study, final, last, fallback.name, None, validation, kind=kind, sites=names)
         return Outcome(
-            found, released, why, validation, test, protection=protection, seconds=time.perf_counter() - began
-        )
+            found, released, why, validation, test, importances=_importances(sites, found, last[released.name], metric, tell),
+            protection=protection, seconds=time.perf_counter() - began,
+        )  # fmt: skip
     # Every model is calibrated on the validation rows, which its trial has not seen, so that probabilities compare.
     maps = {way.name: calibrate(trial, way.trial) for way in ways}
     common = maps[released.name]
@@ -127,12 +129,7 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
     thresholds = decide.thresholds(
         chosen.tally(""), counts.tally(COMMON if used is common else BY_SITE), study.study.thresholds
     )
-    importances: Sequence[Importance] = ()
-    if not found.network.is_linear:
-        tell("permuting columns")
-        importances = importance(
-            final, last[released.name], inputs_by_column(found.agreement.encoding), kind=kind, metric=metric
-        )
+    importances = _importances(sites, found, last[released.name], metric, tell)
     agreements = agreement(final, released.x, used, names)
     protection = None
     if study.study.protect:
@@ -145,6 +142,17 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
         found, released, why, validation, test, used, counts, recalibrated, adapted, agreements, thresholds, importances,
         protection, time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _importances(
+    sites: Sites, found: Conducted, model: Candidate, metric: str, tell: Callable[[str], None]
+) -> Sequence[Importance]:
+    """Return what a network loses without each column; nothing for a linear score, whose coefficients say more."""
+    if found.network.is_linear:
+        return ()
+    tell("permuting columns")
+    columns = inputs_by_column(found.agreement.encoding)
+    return importance(asking(sites), model, columns, kind=found.target.scores, metric=metric)
 
 
 def _metrics(metric: str) -> list[str]:

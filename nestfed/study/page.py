@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from nestfed.data.partition import Summary
     from nestfed.study.labelled import _Labelled
 
-LABELS = {"auroc": "AUROC", "ap": "average precision", "accuracy": "accuracy", "log_loss": "log-loss"}
+LABELS = {
+    "auroc": "AUROC", "ap": "average precision", "accuracy": "accuracy", "log_loss": "log-loss",
+    "rmse": "RMSE", "mae": "MAE", "r2": "R²",
+}  # fmt: skip
 """The display names of metrics."""
 
 

@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,17 @@ class Predicted:
 
 
 def predict(
-    place: Path, file: Path, out: Path, *, site: str = "", threshold: str = "", keep: Sequence[str] = ()
-) -> Predicted:
+    place: Path, file: Path, out: Path, *, site: str = "", threshold: str = "", keep: Sequence[str] = (),
+    times: Sequence[float] = (),
+) -> Predicted:  # fmt: skip
     """Write the probability of each class and the decision for the rows of a table.
 
     - `site`: use this site's own calibration, if it has one.
     - `threshold`: a rule of the model or a probability; by default the model's first rule.
     - `keep`: columns to copy, such as an identifier.
+    - `times`: when to predict survival, for a model of the time to an event; empty = the model's own times.
     """
-    model = StudyModel.load(place)
+    model = _at(StudyModel.load(place), times)
     model.require_site(site)
     if threshold and not model.binary:
         raise NestfedError(
@@ -71,7 +73,20 @@ def predict(
     return Predicted(oddities.rows, positive, _decision(model, threshold, cut), notes)
 
 
+def _at(model: StudyModel, times: Sequence[float]) -> StudyModel:
+    """Return the model with other times at which it predicts survival."""
+    if not times:
+        return model
+    if model.survival is None:
+        raise NestfedError("Times need a model of survival, which this is not: leave --time out.")
+    if any(not t >= 0 for t in times):
+        raise NestfedError(f"Times must be numbers from 0, not {', '.join(f'{t:g}' for t in times)}.")
+    return replace(model, survival=replace(model.survival, times=tuple(map(float, times))))
+
+
 def _columns(model: StudyModel) -> list[str]:
+    if model.survival is not None:
+        return [f"survival at {t:g}" for t in model.survival.times]
     if not model.classes:
         return ["prediction"]
     return [*(["probability"] if model.binary else [f"probability of {c}" for c in model.classes]), "prediction"]
@@ -83,6 +98,7 @@ def _ignored(file: Path, table: pd.DataFrame, model: StudyModel, keep: Sequence[
         if name not in table:
             raise unknown("column", name, map(str, table), owner=str(file))
     used = {*how_to_read(model.encoding).columns, model.target, *keep}
+    used |= {model.survival.time} if model.survival else set()
     return tuple(str(name) for name in table if name not in used)
 
 
@@ -93,7 +109,7 @@ def _lines(
     kept = table[[*keep]].astype(object).where(table[[*keep]].notna(), "").to_numpy()
     for number, copied, value in zip(table.index + 1, kept, values):
         if not model.classes:
-            yield [number, *copied, f"{value:.6g}"]
+            yield [number, *copied, *(f"{v:.6g}" for v in np.atleast_1d(value))]
             continue
         best = int(value[1] >= cut) if model.binary else int(value.argmax())
         yield [number, *copied, *(f"{v:.6f}" for v in (value[1:] if model.binary else value)), model.classes[best]]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from nestfed.core import NestfedError
+from nestfed.data.design import Design
 from nestfed.data.encoding import FAR, TableEncoding
-from nestfed.study.exact import Design
 
 if TYPE_CHECKING:
     from nestfed.study.model import StudyModel

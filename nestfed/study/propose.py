@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from nestfed.core import NestfedError, unknown
+from nestfed.data.tables import NUMBER, SURVIVAL
 from nestfed.study.protect import protected_methods
 
 BATCH = 32
@@ -37,11 +38,16 @@ PROPOSED: Mapping[str, Tables] = {
     },
 }  # fmt: skip
 """The nested objectives, each with its method."""
+OF_NUMBERS: Mapping[str, Tables] = {
+    "fedavg": {"problem": {"name": "regress"}, "algorithm": {"name": "fedavg"}, "tune": {"eta": GRID}},
+}
+"""What a study of a number trains beside exact linear regression."""
+REGRESS = "regress"
 METRIC: Mapping[str, str] = {
     "auto": "auroc", "auroc": "auroc", "auprc": "ap", "pairwise": "auroc", "partial-auroc": "auroc", "accuracy": "accuracy",
 }  # fmt: skip
 """What decides on validation rows, by objective."""
-OBJECTIVES = ("auto", *PROPOSED, "accuracy")
+OBJECTIVES = ("auto", *PROPOSED, "accuracy", REGRESS)
 
 
 def proposed(
@@ -62,6 +68,7 @@ def proposed(
     """Return the tables of a study.
 
     - `rows`: the number of rows of each site.
+    - `classes`: empty for a target that is a number.
     - `data`, `study`: further settings of [data] and [study].
     - `schema`: the table [schema].
     - `sites`: the file of each site, if the tables are at hand.
@@ -69,26 +76,31 @@ def proposed(
     """
     if objective not in OBJECTIVES:
         raise unknown("objective", objective, OBJECTIVES)
+    if (objective == REGRESS) != (not classes) and objective != "auto":
+        kind = "a number" if objective == REGRESS else "classes"
+        raise NestfedError(f"The objective {objective} is for {kind}, which {target!r} is not.")
     training = 0.75 * 0.75 * median(rows)
     binary = len(classes) == 2
-    if not binary and objective not in ("auto", "accuracy"):
+    if classes and not binary and objective not in ("auto", "accuracy"):
         raise NestfedError(
             f"{objective} is for two classes, but {target!r} has {len(classes)} ({', '.join(classes)}): use the objective "
             "accuracy or auto."
         )
-    if not binary or objective == "accuracy":
+    if not classes:
+        methods = dict(OF_NUMBERS)
+    elif not binary or objective == "accuracy":
         methods = {"fedavg": BASELINES["fedavg"]}
     else:
         wanted = PROPOSED if objective == "auto" else {objective: PROPOSED[objective]}
         methods = {**wanted, **BASELINES}
-    metric = METRIC[objective] if binary else "accuracy"
+    metric = _metric(objective, classes)
     protect = bool((study or {}).get("protect"))
     if protect:
         methods = {**methods, **protected_methods([round(0.75 * 0.75 * n) for n in rows], GRID)}
     first = next(iter(methods.values()))
     least, most = STEPS
     tables: Tables = {
-        "data": {"target": target, "classes": list(classes), "test": 0.25, "validation": 0.25, **(data or {})},
+        "data": {"target": target, **_kind(classes), "test": 0.25, "validation": 0.25, **(data or {})},
         "model": {"name": "mlp", "hidden": list(hidden)},
         "problem": dict(first["problem"]),
         "run": {"rounds": rounds or ROUNDS, "q": q or min(max(round(training / BATCH), least), most), "seed": seed},
@@ -103,6 +115,46 @@ def proposed(
     if sites:
         tables["sites"] = dict(sites)
     return tables
+
+
+def proposed_survival(
+    time: str,
+    event: str,
+    *,
+    data: Mapping[str, Any] | None = None,
+    sites: Mapping[str, str] | None = None,
+    times: Sequence[float] = (),
+    seed: int = 0,
+) -> Tables:
+    """Return the tables of a survival study: exact Cox regression for the time to an event.
+
+    - `time`, `event`: the columns of times, and of whether the event happened.
+    - `data`: further settings of [data].
+    - `sites`: the file of each site, if the tables are at hand.
+    - `times`: when survival is judged and predicted.
+    """
+    tables: Tables = {
+        "data": {
+            "target": event, "time": time, "target_kind": SURVIVAL, "test": 0.25, "validation": 0.25, **(data or {}),
+        },
+        "model": {"name": "mlp", "hidden": []},
+        "problem": {"name": "cox", **({"times": list(times)} if times else {})},
+        "run": {"seed": seed},
+        "study": {},
+    }  # fmt: skip
+    if sites:
+        tables["sites"] = dict(sites)
+    return tables
+
+
+def _kind(classes: Sequence[str]) -> Tables:
+    return {"classes": list(classes)} if classes else {"target_kind": NUMBER}
+
+
+def _metric(objective: str, classes: Sequence[str]) -> str:
+    if not classes:
+        return "rmse"
+    return METRIC[objective] if len(classes) == 2 else "accuracy"
 
 
 def _plain(table: Mapping[str, Any]) -> Tables:

@@ -10,16 +10,17 @@ from typing import Any
 from nestfed.core import NestfedError
 from nestfed.data.faults import PYTHON, Entrance, Faults
 from nestfed.data.schema import EMPTY, TableSchema
-from nestfed.data.tables import Dataset, Roles
+from nestfed.data.tables import CLASS, NUMBER, SURVIVAL, Dataset, Roles
 from nestfed.experiment.site import own_tables
 from nestfed.experiment.spec import Experiment, from_tables
 from nestfed.experiment.study import reject_unfit
 from nestfed.study import release
 from nestfed.study.at_hand import AtHand
 from nestfed.study.conduct import LOG
+from nestfed.study.hazards import options_of
 from nestfed.study.model import StudyModel
 from nestfed.study.outcome import Outcome, find_out
-from nestfed.study.propose import proposed
+from nestfed.study.propose import REGRESS, proposed
 from nestfed.study.tables import read_files
 
 
@@ -53,7 +54,8 @@ def from_files(
     kept = [given[name] for name in ("group", "split_by") if name in given]
     faults = Faults(entrance)
     subgroups = tuple(given.get("subgroups", ()))
-    roles = Roles(target, tuple(dict.fromkeys(kept)), tuple(given.get("drop", ())), subgroups=subgroups)
+    kind = NUMBER if objective == REGRESS else CLASS
+    roles = Roles(target, tuple(dict.fromkeys(kept)), tuple(given.get("drop", ())), kind=kind, subgroups=subgroups)
     found = read_files(files, roles, schema, faults, positive=positive)
     notes = found.notes()
     tables = proposed(
@@ -78,7 +80,10 @@ def from_file(study: Experiment) -> Started:
             "The study names no tables: add [sites] with one line for each site, such as clinic-a = 'sites/a.csv', or deploy it "
             "where each site has its own table (`nestfed deploy`)."
         )
-    reject_unfit(study)
+    if study.data.target_kind == SURVIVAL:
+        options_of(study)
+    else:
+        reject_unfit(study)
     tables = own_tables(study, study.sites.files)
     return Started(study, tables, next(iter(tables.values())).notes)
 

@@ -118,7 +118,7 @@ def read_raw(files: Sequence[str | Path], schema: TableSchema, faults: Faults) -
     if not paths:
         raise NestfedError("There are no files: pass one table for each site, such as sites/*.csv.")
     raw = []
-    for name, path in zip(_names(paths), paths):
+    for name, path in zip(site_names(paths), paths):
         with faults.noting():
             raw.append(replace(_read(path, schema), site=name))
     if not raw:
@@ -126,7 +126,7 @@ def read_raw(files: Sequence[str | Path], schema: TableSchema, faults: Faults) -
     return raw
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def site_names(paths: Sequence[Path]) -> list[str]:
     """Return the names of the sites: the names of the files, with their folders if they are not unique."""
     short = [path.name.split(".")[0] for path in paths]
     names = short if len(set(short)) == len(short) else [str(path) for path in paths]

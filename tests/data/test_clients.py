@@ -144,6 +144,6 @@ def test_the_large_batch_of_an_experiment_is_drawn_when_the_method_needs_it() ->
     assert assemble(invariant.with_overrides({"problem.clip": 0.5})).problem.clip == 0.5
     with pytest.raises(
         NestfedError,
-        match="initial_batch belongs to classify, regress, auroc, auprc, agnostic, paired-auroc, paired-ap, partial-auroc, paired-partial-auroc, multi-label-auroc, multi-label-ap; invariant has clip, dim",
+        match="initial_batch belongs to classify, regress, cox, auroc, auprc, agnostic, paired-auroc, paired-ap, partial-auroc, paired-partial-auroc, multi-label-auroc, multi-label-ap; invariant has clip, dim",
     ):
         assemble(invariant.with_overrides({"problem.initial_batch": 9}))

@@ -78,7 +78,7 @@ def test_a_class_is_not_a_number(tmp_path: Path) -> None:
         ({"data.binary": True}, "data.binary needs one class per example"),
         ({"data.held_out": "clients"}, "a number as its target"),
         ({"data.target": "site", "data.columns": [], "partition.kind": "even"}, "'site' of .* holds the text"),
-        ({"data.target_kind": "text"}, "data.target_kind must be class or number"),
+        ({"data.target_kind": "text"}, "data.target_kind must be class, number or survival"),
     ):
         with pytest.raises(NestfedError, match=words):
             assemble(from_tables(settings(path)).with_overrides(changes))

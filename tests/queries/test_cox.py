@@ -21,6 +21,7 @@ from nestfed.queries.slots import misfit
 from nestfed.queries.solve import Sums
 from nestfed.queries.survival import baselines, brier, concordance, concordance_within, life_tables
 from nestfed.queries.times import agree
+from tests.queries.likelihood import minus_log_likelihood
 
 FOUND: dict[str, Any] = json.loads(Path(__file__).with_name("reference.json").read_text())
 X, SITE = np.array(FOUND["x"]), np.array(FOUND["site"])
@@ -42,20 +43,6 @@ def sites(y: np.ndarray, site: np.ndarray = SITE, x: np.ndarray = X, group: Any 
 def fit(y: np.ndarray, site: np.ndarray = SITE, x: np.ndarray = X, **options: Any) -> Any:
     names = NAMES[: x.shape[1]] + tuple(f"more{i}" for i in range(x.shape[1] - 3))
     return cox(at_hand(sites(y, site, x)), names, **options)
-
-
-def minus_log_likelihood(coef: np.ndarray, x: np.ndarray, y: np.ndarray, ties: str, weight: Any = None) -> float:
-    """Efron's and Breslow's partial likelihood, as in the textbook: event by event."""
-    time, event = y[:, 0], y[:, 1] == 1
-    w = np.ones(len(x)) if weight is None else weight
-    h, total = x @ coef, 0.0
-    for t in np.unique(time[event]):
-        tied = np.flatnonzero((time == t) & event)
-        all_at_risk, all_tied = (w * np.exp(h))[time >= t].sum(), (w * np.exp(h))[tied].sum()
-        for place, i in enumerate(tied):
-            share = place / len(tied) if ties == "efron" else 0.0
-            total -= w[i] * (h[i] - np.log(all_at_risk - share * all_tied))
-    return total
 
 
 def slope(f: Any, x: np.ndarray, h: float = 1e-5) -> np.ndarray:

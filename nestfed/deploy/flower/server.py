@@ -25,13 +25,15 @@ from nestfed.deploy.flower.setup import Setup
 from nestfed.deploy.flower.study import Deployed
 from nestfed.deploy.flower.training import train
 from nestfed.experiment.run import claim
+from nestfed.experiment.target import Target
 from nestfed.files import locked, write_atomically, write_model
 from nestfed.problems.objective import Labelled
 from nestfed.queries import TRAINING, VALIDATION
 from nestfed.queries import agreement as agree
 from nestfed.queries.agreement import Agreement
-from nestfed.study import findings
+from nestfed.study import findings, survival_release
 from nestfed.study import release as written
+from nestfed.study.hazards import survive
 from nestfed.study.outcome import find_out
 
 PREDECESSOR = 60.0
@@ -89,6 +91,8 @@ class Coordinator:
         """Conduct a study, write what it leaves, and send the model to the sites."""
         study, out, roster = self.study, self.setup.out, self.roster
         sites = Deployed(flower, study, written.trainings(out, study))
+        if Target.of(study.data).is_survival:
+            return self._survive(flower, sites)
         outcome = find_out(study, sites, partial(roster.log, level=INFO))
         written.keep_file(study, out)
         # The directory belongs to this study, so a model in it is that of an attempt that was cut off.
@@ -97,6 +101,19 @@ class Coordinator:
         there = release(flower, model, findings.tables(outcome))
         roster.log(f"{findings.headline(outcome)} The model is at {', '.join(there) or 'no site'}.", INFO)
         return {"model": model.digest, "sites": there}
+
+    def _survive(self, flower: Flower, sites: Deployed) -> dict[str, Any]:
+        """Conduct a survival study, write what it leaves, and send the model to the sites, if there is one."""
+        study, out, roster = self.study, self.setup.out, self.roster
+        found = survive(study, sites, partial(roster.log, level=INFO))
+        written.keep_file(study, out)
+        facts = {"deployed over": f"{len(sites.names)} sites"}
+        model, _ = survival_release.write(found, out, facts, force=True)
+        roster.log(survival_release.headline(found), INFO)
+        if model is None:
+            return {"model": None, "sites": []}
+        roster.audit.add("model released", file="model", sha256=model.digest)
+        return {"model": model.digest, "sites": list(release(flower, model, survival_release.tables(found)))}
 
     # -- before the first round
 
@@ -133,7 +150,7 @@ class Coordinator:
             return Agreement(self.setup.sites)
         rules = agree.Rules(
             self.setup.sites, study.exchange.weights == "examples", not study.exchange.reduction.plain, self.setup.least,
-            lost=roster.out(),
+            target=study.data.target_kind, lost=roster.out(),
         )  # fmt: skip
 
         def reject(n: int, sentence: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nestfed.core import NestfedError
 from nestfed.deploy.app import init
 from nestfed.deploy.certificates import write_certificates, write_key
 from nestfed.deploy.local import LOOPBACK, local
@@ -30,16 +31,19 @@ Method = Annotated[
 
 def _chosen(file: str, overrides: list[str] | None, method: str, sites: int) -> Experiment:
     from nestfed.cli.main import _experiment
+    from nestfed.experiment.spec import parse_overrides
 
     experiment = _experiment(file, None)
+    if experiment.is_study:
+        if method:
+            raise NestfedError("The file is a study, which trains all of its methods: leave --method out.")
+        return experiment.with_overrides(parse_overrides(list(overrides or ())))
     if method:
         experiment = experiment.for_method(method)
     changes = list(overrides or ())
     kind = experiment.partition.kind
     if kind not in ("column", "pooled") and not any(c.startswith("partition.clients=") for c in changes):
         changes.append(f"partition.clients={sites}")  # one part of the dataset per site
-    from nestfed.experiment.spec import parse_overrides
-
     return experiment.with_overrides(parse_overrides(changes))
 
 
@@ -105,6 +109,10 @@ def local_(
         min_cell=min_cell,
         notify=lambda s: console.print(s),
     )
+    if experiment.is_study:
+        for name, path in {"report": "report.html", "model": "model", "study": "study.toml"}.items():
+            echo(f"{name:<11} {place / path}")
+        return
     end = history[-1]
     for key, value in metrics_of(end).items():
         echo(f"{key:12} {value:.4f}")

@@ -215,9 +215,8 @@ def lr_find_command(
     """Try step sizes in short runs and plot the validation metric against them."""
     from nestfed.data.faults import COMMAND_LINE
     from nestfed.report.drawing import drawable
-    from nestfed.study.lr_find import lr_find
+    from nestfed.study.lr_find import find_kind, lr_find
     from nestfed.study.tables import read_sites
-    from nestfed.study.train import find_kind
 
     kind, schema = find_kind(objective), table_schema(categorical, missing, date, sep, decimal, encoding)
     out = out if out.suffix and not out.is_dir() else out / "lr.png"

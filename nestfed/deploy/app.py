@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nestfed.core import NestfedError
 from nestfed.deploy.enrolled import FILE, write_sites
@@ -91,7 +91,7 @@ def write_app(
             enrolled=enrolled,
             certificates=certificates,
         ),
-        "experiment.toml": tomli_w.dumps({k: v for k, v in experiment.source.items() if k != "methods"}),
+        "experiment.toml": tomli_w.dumps(_delivered(experiment)),
         "federated/__init__.py": '"""A federated experiment."""\n',
         "federated/client.py": APP.format(side="site", maker="client_app"),
         "federated/server.py": APP.format(side="coordinator", maker="server_app"),
@@ -100,6 +100,12 @@ def write_app(
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def _delivered(experiment: Experiment) -> dict[str, Any]:
+    """Return the tables that sites get: without other methods, unless it is a study, and without the places of tables."""
+    left_out = ("sites",) if experiment.is_study else ("sites", "methods")
+    return {k: v for k, v in experiment.source.items() if k not in left_out}
 
 
 def _project_name(folder: Path) -> str:
@@ -132,16 +138,35 @@ def reject_warm_up(experiment: Experiment) -> None:
         )
 
 
+def _check_study(study: Experiment, sites: int) -> None:
+    """Reject a study one of whose methods cannot be deployed, or that names a dataset instead of a table at each site."""
+    from nestfed.experiment.study import Training, reject_unfit
+
+    reject_unfit(study)
+    if study.data.name or study.data.file:
+        raise NestfedError("In a study every site has its own table: leave data.name and data.file out.")
+    for name in study.methods:
+        first = {key: values[0] for key, values in study.grid(name).items()}
+        _check_training(Training(name, first).experiment(study), sites)
+
+
 def check_experiment(experiment: Experiment, sites: int) -> None:
     """Reject an experiment that cannot be deployed, before anything is written."""
-    from nestfed.experiment.build import method
-
     if sites < 1:
         raise NestfedError(f"sites must be at least 1, not {sites}.")
+    if experiment.is_study:
+        _check_study(experiment, sites)
+        return
     if not experiment.algorithm.name:
         methods = ", ".join(experiment.methods)
         hint = f"this file's methods are {methods}" if methods else "see `nestfed list`"
         raise NestfedError(f"The experiment has no algorithm: choose one with --method ({hint}).")
+    _check_training(experiment, sites)
+
+
+def _check_training(experiment: Experiment, sites: int) -> None:
+    from nestfed.experiment.build import method
+
     reject_warm_up(experiment)
     single = method(experiment).single
     if experiment.execution.device != "cpu":

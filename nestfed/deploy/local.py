@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,10 +130,10 @@ class Local:
         for n in sites:
             (self.secrets / f"site-{n}.registered").touch()
 
-    def enrolled(self, n: int) -> Enrolled:
+    def enrolled(self, n: int, name: str = "") -> Enrolled:
         """Return a registered site as sites.toml lists it."""
         public = (self.secrets / f"site-{n}.key.pub").read_bytes()
-        return Enrolled(n, f"site-{n}", fingerprint(public))
+        return Enrolled(n, name or f"site-{n}", fingerprint(public))
 
     def supernode(self, n: int, **config: Any) -> None:
         """Start a site."""
@@ -204,6 +204,8 @@ def local(
     from nestfed.engine.run_directory import Interrupted
     from nestfed.experiment.run import claim
 
+    names, tables = _places(experiment, sites)
+    sites = len(names)
     check_experiment(experiment, sites)
     out = out.resolve()
     claim(out, experiment)
@@ -223,6 +225,7 @@ def local(
         certificates=secrets,
     )
     shown = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
+    trained: set[str] = set()
     try:
         with Processes(folder / "logs") as processes:
             federation = Local(folder, processes, insecure)
@@ -230,14 +233,16 @@ def local(
             federation.superlink()
             if not insecure:
                 federation.register(*range(sites))
-                write_sites(folder / FILE, [federation.enrolled(n) for n in range(sites)])
-            for n in range(sites):
-                federation.supernode(n, **{"min-cell": min_cell})
+                write_sites(folder / FILE, [federation.enrolled(n, name) for n, name in enumerate(names)])
+            for n, name in enumerate(names):
+                own = {"data": str(Path(tables[name]).resolve())} if tables else {}
+                federation.supernode(n, **{"site": name, "min-cell": min_cell, **own})
             history = read_record(record)
             done = history[-1]["round"] if history else 0
             run = federation.run(folder / "app")
             revived = time.monotonic()
-            with Progress(experiment.algorithm.name, experiment.run.rounds, done, None) as bar:
+            bar = Progress(experiment.algorithm.name, experiment.run.rounds, done, False if tables else None)
+            with bar:
                 while not finished.exists():
                     over = run.poll() is not None
                     if time.monotonic() - revived > 10:
@@ -246,6 +251,9 @@ def local(
                     history = read_record(record)
                     if history:
                         bar.update(history[-1], metrics_of(history[-1]))
+                    for training in sorted({p.name for p in out.glob("trainings/*/*")} - trained):
+                        trained.add(training)
+                        notify(training)
                     lines = warnings.read_text(encoding="utf-8").splitlines() if warnings.exists() else []
                     for line in lines[shown:]:
                         notify(line.split(" ", 2)[-1])
@@ -255,7 +263,24 @@ def local(
                         output = f"Flower's last output:\n{processes.tail('run')}\nThe logs are in {folder / 'logs'}."
                         raise NestfedError(stopped[-1] if stopped else f"The run ended early. {output}")
                     time.sleep(0.3)
-                bar.update(read_record(record)[-1], {})
+                if history := read_record(record):
+                    bar.update(history[-1], {})
     except KeyboardInterrupt:
         raise Interrupted(f"Stopped; run the same command again to resume from {out}.") from None
     return read_record(record)
+
+
+def _places(experiment: Experiment, sites: int) -> tuple[list[str], Mapping[str, str]]:
+    """Return the names of the sites, and the table of each in a study."""
+    if not experiment.is_study:
+        return [f"site-{n}" for n in range(sites)], {}
+    tables = experiment.sites.files
+    if not tables:
+        raise NestfedError(
+            "To deploy a study on this machine, name the table of every site in [sites], such as clinic-a = 'sites/a.csv'."
+        )
+    if missing := [file for file in tables.values() if not Path(file).is_file()]:
+        raise NestfedError(
+            f"There is no file {', '.join(missing)}: correct [sites]; paths are relative to the current folder."
+        )
+    return list(tables), tables

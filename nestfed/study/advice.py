@@ -81,15 +81,20 @@ def choose(objective: str, *, rounds: int, partial: bool = False) -> Choice:
 
 def few_positives(names: Sequence[str], positives: Sequence[int], examples: Sequence[int], least: int = 5) -> None:
     """Warn about sites with almost no positives (or negatives), once for all of them."""
+    if sentence := lack_of_positives(names, positives, examples, least):
+        warn(sentence, "few-positives")
+
+
+def lack_of_positives(names: Sequence[str], positives: Sequence[int], examples: Sequence[int], least: int = 5) -> str:
+    """Return a sentence on sites with almost no positives (or negatives), or nothing."""
     poor = [(n, p, m) for n, p, m in zip(names, positives, examples) if min(p, m - p) < least]
     if not poor:
-        return
+        return ""
     name, p, m = min(poor, key=lambda row: min(row[1], row[2] - row[1]))
     which = f"Site {name} has" if len(poor) == 1 else f"{len(poor)} of {len(names)} sites have"
-    warn(
+    return (
         f"{which} fewer than {least} positives or negatives ({name}: {p} of {m} positive): too few to learn the rarer "
-        "class there.",
-        "few-positives",
+        "class there."
     )
 
 

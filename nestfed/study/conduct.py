@@ -28,6 +28,7 @@ from nestfed.queries import TRAINING, Answers, Arrays, Ask, Query, Question
 from nestfed.queries.agreement import Agreement
 from nestfed.queries.newton import FACTS, OUTER, SUMS, Path, network_parameters, ridge_regression
 from nestfed.queries.solve import Fit
+from nestfed.study.advice import lack_of_positives
 
 LOG = logging.getLogger(__name__)
 EXTEND = 2
@@ -155,6 +156,9 @@ def conduct(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
     ]
     counts = asking(sites)(FACTS, classes=len(target.classes))
     rows = {sites.names[n]: tuple(reply["classes"].tolist()) or (int(reply["used"]),) for n, reply in counts.items()}
+    if target.binary:
+        few = lack_of_positives(list(rows), [counts[1] for counts in rows.values()], [*map(sum, rows.values())])
+        notes += [few] if few else []
     return Conducted(study, agreement, network, sites.names, ways, exact, rows, (*exact.fit.notes, *notes))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,26 @@ from nestfed.data.split import TEST, VALIDATION, aside
 from nestfed.experiment import choice
 from nestfed.metrics import find
 from nestfed.study.advice import NestfedWarning
+from nestfed.study.labelled import FederatedAUC, FederatedAUPRC, FederatedClassifier
 from nestfed.study.sites import Encoded, Site, gather
 
 if TYPE_CHECKING:
     from nestfed.study.labelled import _Labelled
 
+KINDS: Mapping[str, type[FederatedAUC | FederatedAUPRC | FederatedClassifier]] = {
+    "auroc": FederatedAUC,
+    "auprc": FederatedAUPRC,
+    "accuracy": FederatedClassifier,
+}
 SMALLEST = 8
 """A site with fewer rows uses all of them for training."""
+
+
+def find_kind(objective: str) -> type[FederatedAUC | FederatedAUPRC | FederatedClassifier]:
+    """Return the estimator for an objective."""
+    if objective not in KINDS:
+        raise unknown("objective", objective, KINDS)
+    return KINDS[objective]
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ def proposed(
         raise NestfedError(f"The objective {objective} is for {kind}, which {target!r} is not.")
     training = 0.75 * 0.75 * median(rows)
     binary = len(classes) == 2
+    if classes and not binary and objective not in ("auto", "accuracy"):
+        raise NestfedError(
+            f"{objective} is for two classes, but {target!r} has {len(classes)} ({', '.join(classes)}): use the objective "
+            "accuracy or auto."
+        )
     if not classes:
         methods = dict(OF_NUMBERS)
     elif not binary or objective == "accuracy":

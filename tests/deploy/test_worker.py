@@ -28,6 +28,7 @@ import uvicorn
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.retry import http_retry
 from flwr.supernode import start_client_internal as loop
+from safetensors.torch import load_file
 
 from nestfed.core import NestfedError
 from nestfed.deploy import pace, supernode
@@ -114,6 +115,46 @@ def test_what_is_kept_changes_no_bit(problem: str, algorithm: dict[str, Any], ow
     fresh, staying_ = (checkpointed(tmp_path / name) for name in ("fresh", "staying"))
     assert fresh.keys() == staying_.keys()
     assert all(torch.equal(fresh[k], staying_[k]) for k in fresh)
+
+
+STUDY = {
+    "data": {"target": "died", "classes": ["0", "1"], "validation": 0.25, "test": 0.25},
+    "model": {"name": "mlp", "hidden": []},
+    "problem": {"name": "auroc"},
+    "run": {"rounds": 2, "q": 2},
+    "evaluation": {"every": 1, "keep": "best", "metric": "auroc"},
+    "study": {},
+    "methods": {
+        "auroc": {"algorithm": {"name": "fmgda", "c_hat": 1.0, "c": 1.0}, "tune": {"eta": [0.03, 0.3]}},
+        "fedavg": {"problem": {"name": "classify"}, "tune": {"eta": [0.03, 0.3]}},
+    },
+}
+
+
+@pytest.mark.long
+def test_a_study_of_several_trainings_reads_each_table_once_and_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials, last trainings and questions about either division of the rows take turns."""
+    read, real = [], site_module.load_examples
+    monkeypatch.setattr(site_module, "load_examples", lambda spec, *more: read.append(spec.file) or real(spec, *more))
+    files = hospitals(tmp_path)
+    for name, staying in (("fresh", False), ("staying", True)):
+        read.clear()
+        deployed(from_tables(STUDY), tmp_path / name, files, staying)
+    assert sorted(read) == files
+    one, two = (trained(tmp_path / name / "run") for name in ("fresh", "staying"))
+    assert one.keys() == two.keys()
+    assert len(one) >= 4
+    for place in one:
+        fresh, kept = load_file(one[place]), load_file(two[place])
+        assert all(torch.equal(fresh[k], kept[k]) for k in fresh)
+
+
+def trained(folder: Path) -> dict[str, Path]:
+    """Return the checkpoints of all trainings, by their names without the digest, which covers the seconds."""
+    found = folder.glob("trainings/**/round-*.safetensors")
+    return {str(path.relative_to(folder)).rpartition("-")[0]: path for path in found}
 
 
 def test_a_worker_reads_its_table_and_builds_its_objects_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

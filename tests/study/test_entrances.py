@@ -18,9 +18,10 @@ from nestfed.experiment.prepare import DataSpec, PartitionSpec, prepare
 from nestfed.experiment.spec import from_tables
 from nestfed.queries import answered
 from nestfed.queries.agreement import Agreement, Rules, agree
-from nestfed.study import export, train
+from nestfed.study.at_hand import AtHand
 from nestfed.study.predict import predict
 from nestfed.study.programs import Encode
+from nestfed.study.start import from_files, train
 from nestfed.study.tables import read_sites
 
 pd = pytest.importorskip("pandas")
@@ -75,9 +76,9 @@ def of_experiment(tables: dict[str, Path], folder: Path) -> Tensor:
     return torch.cat([made.x[part] for part in made.parts])
 
 
-def of_train(tables: dict[str, Path]) -> Tensor:
-    data = read_sites(list(tables.values()), "died")
-    return train.train(data, "died", "auroc", **QUICK) and Watched.inputs
+def of_train(tables: dict[str, Path], folder: Path) -> Tensor:
+    started = from_files(list(tables.values()), "died", "auroc", **QUICK)
+    return AtHand(started.study, started.tables, directory=folder).joined(final=True).x
 
 
 def of_deployment(tables: dict[str, Path]) -> tuple[Agreement, Tensor]:
@@ -108,8 +109,6 @@ def every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set nothing aside, so that every entrance trains on the same rows."""
     monkeypatch.setattr(preparing, "_aside", lambda data, whole, strata, rows, *rest, **more: (rows, rows[:0]))
     monkeypatch.setattr(preparing, "_reject_empty", lambda *args, **more: None)
-    monkeypatch.setattr(train, "apart", lambda sites, *rest: (list(sites), list(sites)))
-    monkeypatch.setitem(train.KINDS, "auroc", Watched)  # type: ignore[call-overload]
 
 
 @pytest.mark.usefixtures("every_row")
@@ -125,7 +124,7 @@ def test_the_same_tables_give_the_same_inputs(tables: dict[str, Path], tmp_path:
     learned = {k: v for k, v in fitted.scale_.to_json().items() if k != "table"}  # how its own data frames were read
     assert agreed.encoding.to_json() == learned
     assert agreed.shape == fitted.shape_
-    assert torch.equal(of_train(tables), inputs)
+    assert torch.equal(of_train(tables, tmp_path), inputs)
     # what a saved model makes of one site's file, and the exported program of its aligned features
     again = Watched.load(fitted.save(tmp_path / "model"))
     assert torch.equal(again._input(pd.read_csv(tables["b"])), inputs[30:])
@@ -156,7 +155,7 @@ def test_a_column_that_a_site_lacks_is_an_error(
             FederatedAUC(target="died", standardize=False, **QUICK).fit(complete)
     elif entrance == "train":
         with pytest.raises(NestfedError, match=words):
-            of_train(files)
+            of_train(files, tmp_path)
     elif entrance == "deployment":
         with pytest.raises(NestfedError, match=words):
             of_deployment(files)
@@ -167,8 +166,7 @@ def test_a_column_that_a_site_lacks_is_an_error(
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_column_that_a_new_table_lacks_is_an_error(tables: dict[str, Path], tmp_path: Path) -> None:
-    data = read_sites(list(tables.values()), "died")
-    export.write(train.train(data, "died", "auroc", **QUICK), tmp_path / "out", [])
+    train(from_files(list(tables.values()), "died", "auroc", **QUICK), tmp_path / "out")
     for lacking in ("ward", "age"):
         pd.read_csv(tables["b"]).drop(columns=lacking).to_csv(tmp_path / "short.csv", index=False)
         with pytest.raises(NestfedError, match=rf"short\.csv does not fit the model: it has no column '{lacking}'"):

@@ -24,11 +24,10 @@ from nestfed.cli.model import predict_command
 from nestfed.cli.study import lr_find_command, train_command
 from nestfed.core import NestfedError
 from nestfed.data.partition import even
-from nestfed.study import export as handover
-from nestfed.study import train
 from nestfed.study.lr_find import StepSearch, apart, with_rows
 from nestfed.study.model import StudyModel
 from nestfed.study.predict import predict
+from nestfed.study.start import from_files, train
 from nestfed.study.tables import read_sites
 
 pd = pytest.importorskip("pandas")
@@ -67,7 +66,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def trained(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
-    options = ["--target", "malignant", "--objective", "auprc", "--group", "patient", "--rounds", "6", "--q", "5"]
+    options = [
+        "--target",
+        "malignant",
+        "--objective",
+        "auprc",
+        "--group",
+        "patient",
+        "--rounds",
+        "6",
+        "--q",
+        "5",
+        "--subgroup",
+        "ward",
+    ]
     result = CliRunner().invoke(app, ["train", *map(str, files), *options, "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     (out / "printed.txt").write_text(result.output)
@@ -77,17 +89,28 @@ def trained(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_the_comparison_is_printed(trained: Path) -> None:
     text = (trained / "printed.txt").read_text()
     assert "3 sites; malignant = 1 is the positive class." in text
-    for way in ("fcsg ", "fedavg", "every site alone"):
-        (row,) = [line for line in text.splitlines() if line.startswith(way) and " 0." in line]
-        found = [float(v) for v in re.findall(r"0\.\d{4}", row)]
+    for way in ("auprc ", "fedavg ", "fedavg-balanced", "logistic regression", "every site alone"):
+        row = next(line for line in text.splitlines() if line.startswith(way) and " 0." in line)
+        found = [float(v) for v in re.findall(r"0\.\d{3}", row)]
         assert found[0] > 0.9, row
-    assert "average precision" in text
-    assert "95 % interval" in text
+    assert "auprc is released because the study names it" in text
+    assert "its average precision is 0.9" in text
+
+
+def test_the_file_of_the_study_repeats_it(trained: Path, tmp_path: Path) -> None:
+    """`nestfed train study.toml` reads the same tables in the same way: equal models and metrics."""
+    words = ["train", str(trained / "study.toml"), "--out", str(tmp_path / "again")]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    for name in ("metrics.json", "study.toml", "model/model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (trained / name).read_bytes()
+    result = CliRunner().invoke(app, [*words, "--target", "malignant"])
+    assert "says what to predict and how: leave --target and other options out" in str(result.exception)
 
 
 def test_what_is_left_behind(trained: Path) -> None:
     report = (trained / "report.html").read_text(encoding="utf-8")
-    for words in ("beta", "ROC curve", "Calibration", "by groups of patient", "fedavg"):
+    for words in ("beta", "ROC curve", "Calibration on test rows", "Thresholds", "by ward", "Decision curve", "fedavg"):
         assert words in report
     card = (trained / "model" / "MODEL_CARD.md").read_text(encoding="utf-8")
     for words in (
@@ -127,7 +150,8 @@ def test_predict_writes_probabilities(trained: Path, files: list[Path], tmp_path
     chance = np.array([float(r["probability"]) for r in rows])
     assert len(rows) == len(frame)
     assert roc_auc_score(frame["malignant"], chance) > 0.9
-    assert all((r["prediction"] == "1") == (float(r["probability"]) > 0.5) for r in rows)
+    threshold = StudyModel.load(trained).threshold()
+    assert all((r["prediction"] == "1") == (float(r["probability"]) >= threshold) for r in rows)
     frame.drop(columns=["area"]).to_csv(tmp_path / "short.csv", index=False)
     with pytest.raises(
         NestfedError, match=r"short\.csv does not fit the model: it has no column 'area'; its columns are "
@@ -158,26 +182,6 @@ def test_lr_find_draws_a_picture(files: list[Path], tmp_path: Path) -> None:
 def test_a_metric_is_judged_in_its_direction(files: list[Path]) -> None:
     """By log-loss the lowest is the best: of step sizes, of ways of training, and of a gain over FedAvg."""
     assert StepSearch("log_loss", (0.1, 1.0, 10.0), (0.7, 0.2, float("nan"))).best == 1.0
-    data = read_sites(files, "malignant", drop=["patient"])
-    judge = train._Split.of("log_loss", *[data.sites] * 4).test
-    right = np.where(judge.labels == 1, 2.0, -2.0)
-    ways = [
-        train.Trained(name, sign * right, judge.values(sign * right), 0.0, 0.1, {})
-        for name, sign in (("good", 1.0), ("fedavg", -1.0), ("other", 0.0))
-    ]
-    (low, high), gain = train._bootstrap(ways, judge, 0)
-    assert low <= ways[0].values["log_loss"] <= high
-    assert gain is not None
-    assert 0 < gain[1] <= gain[0] <= gain[2]
-    assert gain[0] == pytest.approx(ways[1].values["log_loss"] - ways[0].values["log_loss"])
-    for order in (ways, ways[::-1]):
-        outcome = train.StudyResult(
-            None, "log_loss", data.classes, "malignant", "accuracy", order, judge.labels, judge.owner, (low, high), gain,
-            {}, "", 0.0,
-        )  # fmt: skip
-        assert order[handover._best_row(outcome)].name == "good"
-        assert handover._on(ways[0], judge.owner == 0, outcome) == pytest.approx(np.log1p(np.exp(-2.0)))
-    assert "FedAvg is better" not in handover.headline(outcome)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -277,12 +281,11 @@ def test_mistakes_in_the_call(files: list[Path], tmp_path: Path) -> None:
         read_sites([tmp_path / "a.txt"], "malignant")
     with pytest.raises(NestfedError, match="is named twice"):
         read_sites([files[0], files[0]], "malignant")
-    data = read_sites(files, "malignant", drop=["patient"])
     with pytest.raises(NestfedError, match="did you mean auprc"):
-        train.train(data, "malignant", "aupr")
+        from_files(files, "malignant", "aupr", data={"drop": ("patient",)})
     three = broken(files, tmp_path, 0, lambda f: f.assign(malignant=f.index % 3))
-    with pytest.raises(NestfedError, match="use --objective accuracy"):
-        train.train(read_sites(three, "malignant", drop=["patient"]), "malignant", "auroc")
+    with pytest.raises(NestfedError, match="auroc is for two classes, but 'malignant' has 3"):
+        from_files(three, "malignant", "auroc", data={"drop": ("patient",)})
     same = broken(files, tmp_path, 0, lambda f: f.assign(malignant=1))
     for path in same[1:]:
         pd.read_csv(path).assign(malignant=1).to_csv(path, index=False)
@@ -303,7 +306,7 @@ def test_another_output_is_not_overwritten(files: list[Path], tmp_path: Path) ->
     refused(tmp_path / "file", "file is a file; choose another directory with --out.")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "record.jsonl").write_text("")
-    refused(tmp_path / "run", "run is not empty and contains no model of `nestfed train`; choose another directory")
+    refused(tmp_path / "run", "run is not empty and contains no study; choose another directory")
     for mark in ("SHA256SUMS", "estimator.json"):
         (tmp_path / mark / "model").mkdir(parents=True)
         (tmp_path / mark / "model" / mark).write_text("")
@@ -326,9 +329,7 @@ def test_a_site_of_one_class_is_accepted_and_reported(files: list[Path], tmp_pat
     ]
     result = CliRunner().invoke(app, ["train", *map(str, paths), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    (line_shown,) = [line for line in result.output.splitlines() if line.startswith("warning:")]
-    assert "Site beta has fewer than 5 positives" in line_shown
-    assert line_shown.endswith("docs/warnings.md#few-positives.")
+    assert "Site beta has fewer than 5 positives or negatives (beta: 0 of" in result.output
 
 
 def test_classes_are_put_in_order(tmp_path: Path) -> None:
@@ -349,10 +350,9 @@ def test_more_than_two_classes(tmp_path: Path) -> None:
             tmp_path / f"{name}.csv", index=False
         )
     data = read_sites(sorted(tmp_path.glob("*.csv")), "kind")
-    outcome = train.train(data, "kind", "accuracy", rounds=10, q=5)
-    assert outcome.best.values["accuracy"] > 0.7
-    assert outcome.gain is None
-    handover.write(outcome, tmp_path / "out", [])
+    assert data.classes == ("0", "1", "2")
+    found, _, _ = train(from_files(sorted(tmp_path.glob("*.csv")), "kind", rounds=10, q=5), tmp_path / "out")
+    assert found.test.entry(found.released.name, "accuracy").value.value > 0.7
     predict(tmp_path / "out", tmp_path / "a.csv", tmp_path / "p.csv")
     assert (
         (tmp_path / "p.csv").read_text().startswith("row,probability of 0,probability of 1,probability of 2,prediction")
@@ -373,7 +373,5 @@ def test_heart_disease_in_four_files(tmp_path: Path) -> None:
         frame.to_csv(tmp_path / f"{hospital}.csv", index=False)
     paths = sorted(tmp_path.glob("*.csv"))
     assert len(paths) == 4
-    outcome = train.train(read_sites(paths, "disease"), "disease", "auroc")
-    assert 0.82 < outcome.best.values["auroc"] < 0.95
-    alone = outcome.trained[-1].values["auroc"]
-    assert outcome.best.values["auroc"] > alone + 0.02
+    found, _, _ = train(from_files(paths, "disease"), tmp_path / "out")
+    assert 0.82 < found.test.entry(found.released.name, "auroc").value.value < 0.95

@@ -424,39 +424,37 @@ def trained(
     files: Sequence[Path], target: str, objective: str, new: Path, *, group: str = "", **settings: Any
 ) -> Values:
     """Train on one table per site, compare, write the model, read it again and predict."""
-    from nestfed.study import export as handover
-    from nestfed.study import train
     from nestfed.study.predict import predict
-    from nestfed.study.tables import read_sites
+    from nestfed.study.start import from_files, train
 
-    data = read_sites(files, target, group=group)
-    with _no_advice():
-        outcome = train.train(data, target, objective, grouped=group, **settings)
+    started = from_files(files, target, objective, data={"group": group}, **settings)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        handover.write(outcome, out / "model", list(files))
-        predict(out / "model", new, out / "predictions.csv")
+        with _no_advice():
+            found, model, _ = train(started, out / "study")
+        predict(out / "study", new, out / "predictions.csv")
         with (out / "predictions.csv").open(newline="", encoding="utf-8") as stream:
             predictions = [{k: _number(v) for k, v in row.items()} for row in csv.DictReader(stream)]
     return {
-        "metric": outcome.metric,
-        "classes": list(outcome.classes),
-        "rows": dict(outcome.rows),
-        "interval": list(outcome.interval),
-        "gain": outcome.gain and list(outcome.gain),
+        "metric": found.metric,
+        "classes": list(model.classes),
+        "rows": {name: list(counts) for name, counts in found.conducted.rows.items()},
+        "released": found.released.name,
+        "test": [list(row.values()) for row in found.test.frame().to_dict("records")],
         "ways": [
             {
                 "name": one.name,
-                "lr": one.lr,
-                "trials": [[lr, value] for lr, value in one.trials.items()],
-                "values": dict(one.values),
-                "inside": one.inside,
-                "scores": one.scores,
+                "settings": dict(one.settings),
+                "trials": [[name, value] for name, value in one.trials.items()],
+                "rounds": one.rounds,
+                "x": one.x.tolist(),
                 "records": records(one.history),
             }
-            for one in outcome.trained
+            for one in found.ways
         ],
-        "model": dict(outcome.estimator.module_.state_dict()),
+        "model": dict(model.parameters),
+        "calibration": list(model.calibration.at()),
+        "thresholds": [[one.rule, one.probability] for one in model.thresholds],
         "predictions": predictions,
     }
 

@@ -194,7 +194,10 @@ class Flower:
         """
         self.asked += 1
         self.roster.poll(at_once=True)
-        job = Asking(self, tuple(questions), f"question-{self.asked}", sorted(self.roster.nodes()), final, x)
+        there = sorted(self.roster.nodes())
+        if final is not None:  # sites that have agreed may still be on their way back, after the coordinator's restart
+            there = [n for n in range(self.roster.setup.sites) if n not in self.roster.withdrawn]
+        job = Asking(self, tuple(questions), f"question-{self.asked}", there, final, x)
         self.fetch(job, min(self.roster.setup.least, len(job.required)))
         self._count_bytes(0)
         asked, done = [one.key for one in questions], sorted(map(self.roster.called, job.answers))

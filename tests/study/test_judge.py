@@ -354,7 +354,7 @@ def test_a_table_survives_json() -> None:
 def test_tables_for_a_report() -> None:
     table = judged(sites(), subgroups=["sex"], metrics=["auroc", "ap"])
     overall, by_sex, by_site = table.tables()
-    assert overall.columns == ["model", "auroc", "ap", "auroc − that of fedavg"]
+    assert overall.columns == ["model", "auroc", "ap", "auroc − fedavg"]
     assert [row[0] for row in overall.rows] == ["ours", "fedavg"]
     assert [row[0] for row in by_sex.rows] == ["F", "M"]
     assert [row[0] for row in by_site.rows] == list(NAMES)

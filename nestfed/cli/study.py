@@ -186,7 +186,7 @@ def train_command(
     if len(classes) == 2:
         typer.echo(f"{len(started.tables)} sites; {started.study.data.target} = {classes[1]} is the positive class.")
     outcome, _, written = train(started, place, force=force, tell=_tell)
-    shown = outcome.test.tables(outcome.metric)[0]
+    shown = findings.by_metric(outcome)[0]
     typer.echo()
     _table([list(shown.columns), *([str(cell) for cell in row] for row in shown.rows)])
     typer.echo(f"\n{findings.headline(outcome)}")

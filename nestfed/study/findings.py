@@ -16,7 +16,7 @@ from nestfed.study.conduct import Way
 from nestfed.study.curves import calibration_curve, decision_curve
 from nestfed.study.importance import coefficients
 from nestfed.study.metric_table import ALL, SITE, signed, text
-from nestfed.study.outcome import BY_SITE, COMMON, Outcome
+from nestfed.study.outcome import ALONE, BY_SITE, COMMON, Outcome
 from nestfed.study.page import LABELS, curves
 
 
@@ -33,7 +33,7 @@ def headline(outcome: Outcome) -> str:
 
 def tables(outcome: Outcome) -> list[Table]:
     """Return the results that the report and the model card have in common."""
-    found = outcome.test.tables(outcome.metric)
+    found = by_metric(outcome)
     if outcome.thresholds:
         found.append(_thresholds(outcome))
     if outcome.agreements is not None:
@@ -41,6 +41,14 @@ def tables(outcome: Outcome) -> list[Table]:
     if outcome.protection is not None:
         found.append(outcome.protection.report())
     return found
+
+
+def by_metric(outcome: Outcome) -> list[Table]:
+    """Return all models by metric; then the main metric by site and subgroup, of the models that matter most."""
+    known, fallback = outcome.test.models, outcome.validation.reference
+    wanted = (outcome.released.name, outcome.test.reference, fallback, ALONE)
+    shown = [name for name in dict.fromkeys(wanted) if name in known]
+    return outcome.test.tables(outcome.metric, models=shown, labels=LABELS)
 
 
 def page(outcome: Outcome, facts: Mapping[str, str], digest: str = "") -> Page:

@@ -124,25 +124,32 @@ class MetricTable:
             )  # fmt: skip
         return pd.DataFrame(lines)
 
-    def tables(self, metric: str = "") -> list[Table]:
-        """Return tables for a report: all models by metric, then one metric by site and by every subgroup."""
-        metric = metric or self.metrics[0]
-        made = [self._overall()]
+    def tables(
+        self, metric: str = "", *, models: Sequence[str] = (), labels: Mapping[str, str] | None = None
+    ) -> list[Table]:
+        """Return tables for a report: all models by metric, then one metric by site and by every subgroup.
+
+        - `models`: the models in the tables by group; empty = all.
+        - `labels`: the display names of metrics.
+        """
+        metric, named, shown = metric or self.metrics[0], labels or {}, models or self.models
+        made = [self._overall(named)]
         for column, groups in self.columns().items():
-            title = f"{metric} by {column}"
+            title = f"{named.get(metric, metric)} by {column}"
             rows = [
                 [
                     group.split(" = ", 1)[1],
                     *self._size(group),
-                    *(self._text(model, group, metric) for model in self.models),
+                    *(self._text(model, group, metric) for model in shown),
                 ]
                 for group in groups
             ]
-            made.append(Table(title, [column, *self._heads(), *self.models], rows, self.note(metric)))
+            made.append(Table(title, [column, *self._heads(), *shown], rows, self.note(metric)))
         return made
 
-    def _overall(self) -> Table:
-        gap = f"{self.metrics[0]} − that of {self.reference}"
+    def _overall(self, named: Mapping[str, str]) -> Table:
+        labels = [named.get(metric, metric) for metric in self.metrics]
+        gap = f"{labels[0]} − {self.reference}"
         rows = []
         for model in self.models:
             first = self.entry(model, self.metrics[0])
@@ -153,7 +160,7 @@ class MetricTable:
                     "" if first.difference is None else signed(first.difference),
                 ]
             )
-        return Table("All test rows", ["model", *self.metrics, gap], rows, self.note(self.metrics[0]))
+        return Table("All test rows", ["model", *labels, gap], rows, self.note(self.metrics[0]))
 
     def _heads(self) -> list[str]:
         two = any(size.positives is not None for size in self.sizes.values())

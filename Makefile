@@ -15,7 +15,7 @@ test: $(READY)
 
 # Real Flower processes on this machine, with TLS and keys; some are killed (about nine minutes).
 test-deploy: $(READY)
-	$(RUN) -m pytest -m slow tests/system/test_flower_e2e.py tests/system/test_proxy_e2e.py
+	$(RUN) -m pytest -m slow tests/system/test_flower_e2e.py tests/system/test_proxy_e2e.py tests/system/test_study_e2e.py
 
 # The wheel in a new environment without extras (about three minutes).
 test-wheel: $(READY)

@@ -120,13 +120,18 @@ def init(folder: Path, experiment: Experiment, sites: int, host: str = "coordina
     if folder.exists() and any(folder.iterdir()):
         raise NestfedError(f"{folder} is not empty; choose another directory.")
     check_experiment(experiment, sites)
+    disclosed = page(experiment)
     values = values_of(host, experiment.digest())
     write_app(folder, experiment, sites, enrolled=FILE, certificates="secrets")
     write_sites(folder / FILE, ())
     write_kit(folder, values)
-    values |= {"SITES": str(sites), "LAST": str(sites - 1), "METHOD": experiment.algorithm.name}
+    values |= {
+        "SITES": str(sites),
+        "LAST": str(sites - 1),
+        "METHOD": ", ".join(experiment.methods) or experiment.algorithm.name or experiment.problem.name,
+    }
     (folder / "README.md").write_text(filled("study.md", values), encoding="utf-8")
-    (folder / "DISCLOSURE.md").write_text(page(experiment), encoding="utf-8")
+    (folder / "DISCLOSURE.md").write_text(disclosed, encoding="utf-8")
 
 
 def reject_warm_up(experiment: Experiment) -> None:
@@ -140,9 +145,14 @@ def reject_warm_up(experiment: Experiment) -> None:
 
 def _check_study(study: Experiment, sites: int) -> None:
     """Reject a study one of whose methods cannot be deployed, or that names a dataset instead of a table at each site."""
+    from nestfed.data.tables import SURVIVAL
     from nestfed.experiment.study import Training, reject_unfit
+    from nestfed.study.hazards import options_of
 
-    reject_unfit(study)
+    if study.data.target_kind == SURVIVAL:
+        options_of(study)
+    else:
+        reject_unfit(study)
     if study.data.name or study.data.file:
         raise NestfedError("In a study every site has its own table: leave data.name and data.file out.")
     for name in study.methods:

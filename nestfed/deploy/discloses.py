@@ -8,9 +8,10 @@ from typing import Any
 
 from nestfed.core import __version__
 from nestfed.deploy.preflight import KINDS
-from nestfed.engine.program import TAP
+from nestfed.engine.program import TAP, AnyAlgorithm
 from nestfed.experiment.build import method
 from nestfed.experiment.spec import Experiment
+from nestfed.experiment.study import Training
 from nestfed.experiment.target import Target
 from nestfed.problems.objective import Labelled
 from nestfed.queries import CLASSES, QUERIES, SCORES, SQUARES, TABLE, Query
@@ -78,17 +79,22 @@ def _asked(study: Experiment) -> Iterator[Item]:
         yield Item("in every answer to questions", "answered", "which of the questions it answers", "one word each")
     for name in names:
         query = QUERIES[name]
-        pace = _pace(study) if query.at_model else "before round 1, about training rows"
+        pace = _pace(study, query)
         for field, one in query.declared.items():
             yield Item(
                 f"question {name}: {query.purpose} ({pace})", f"{name}.{field}", one.meaning, _size(query, field)
             )
 
 
-def _pace(study: Experiment) -> str:
+def _pace(study: Experiment, query: Query) -> str:
+    """Return when a query is asked, and about which rows."""
+    if query in (CLASSES, TABLE, SQUARES, SCALE):
+        return "before round 1, about training rows"
+    if study.is_study and query not in (SCORES, ERRORS):
+        return "before the trainings, or after them to judge and calibrate, about training, validation and test rows"
     every = study.evaluation.every
     often = "every round" if every == 1 else f"every {every} rounds"
-    return f"{often} and at the end, about test and validation rows"
+    return f"{often} and at the end, about {'' if study.is_study else 'test and '}validation rows"
 
 
 def _size(query: Query, field: str) -> str:
@@ -100,7 +106,20 @@ def _size(query: Query, field: str) -> str:
 def _uploads(study: Experiment) -> Iterator[Item]:
     if Target.of(study.data).is_survival:
         return  # there are no rounds
-    made = method(study)
+    if not study.is_study:
+        yield from _uploaded(study, method(study))
+        return
+    seen: set[str] = set()  # by name: methods share most of their fields
+    for name in study.methods:
+        training = Training(name, {key: values[0] for key, values in study.grid(name).items()}).experiment(study)
+        for item in _uploaded(training, method(training)):
+            if item.name not in seen:
+                seen.add(item.name)
+                yield item
+
+
+def _uploaded(study: Experiment, made: AnyAlgorithm) -> Iterator[Item]:
+    """Yield what a site sends in the rounds of one method."""
     when = "in every round in which the site trains"
     privacy = study.exchange.privacy
     clipped = "; the coordinator clips its change and adds noise to the sum of all sites" if privacy else ""

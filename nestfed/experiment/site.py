@@ -19,7 +19,7 @@ from nestfed.data.encoding import Schema
 from nestfed.data.faults import FILE, Faults
 from nestfed.data.partition import Summary
 from nestfed.data.readers import read_table
-from nestfed.data.schema import TableSchema
+from nestfed.data.schema import TableSchema, folded
 from nestfed.data.sources import Dataset
 from nestfed.data.tables import as_datasets
 from nestfed.experiment.build import Assembly, Metrics, assemble, labelled, scored
@@ -388,7 +388,7 @@ class OwnRows:
                 scores_of=lambda x, inputs: self.network.scores(x, torch.from_numpy(inputs)),
                 site=self.site,
                 group=some.columns.get(self.data.group or PATIENT),
-                columns={name: some.columns[name].astype(str) for name in self.data.subgroups},
+                columns={name: _alike(some.columns[name]) for name in self.data.subgroups},
                 own=lambda some=some: self.network.scores(self.own_model, some.x),  # type: ignore[misc]
                 classes=self.agreement.classes,
             )
@@ -406,6 +406,12 @@ class OwnRows:
             LOG.info("this site has no model of its own: %s", error)
             return network_parameters(np.zeros(max(classes - 1, 1) * (len(names) + 1)), classes)
         return network_parameters(found.coef, classes)
+
+
+def _alike(values: np.ndarray) -> np.ndarray:
+    """Return the values of a column as text, without differences in spaces and capital letters between sites."""
+    texts, place = np.unique(values.astype(str), return_inverse=True)
+    return np.array([folded(text) for text in texts])[place]
 
 
 def _scores(network: Network, some: Held, x: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,23 @@ class SitesSpec:
                 raise NestfedError(f"sites.{name} must be the path of a table, not {file!r}.")
 
 
+def threshold_rule(rule: str) -> tuple[str, float]:
+    """Return the kind of a threshold's rule and the wanted share, NaN for balanced; reject an invalid rule."""
+    name, _, written = rule.partition(" ")
+    if name == "balanced" and not written:
+        return name, math.nan
+    try:
+        wanted = float(written)
+    except ValueError:
+        wanted = math.nan
+    if name not in ("sensitivity", "specificity", "alerts") or not 0 < wanted <= 1:
+        raise NestfedError(
+            f"A threshold's rule is 'sensitivity S', 'specificity S', 'alerts S' with a share S above 0 and at most 1, or "
+            f"'balanced'; got {rule!r}."
+        )
+    return name, wanted
+
+
 @dataclass(frozen=True)
 class StudySpec:
     """The [study] table: what a study does with the methods of its file, of which the first is the proposed one."""
@@ -55,6 +73,8 @@ class StudySpec:
                 f"study.protect can only protect {PROTECTED!r}, not {others[0]!r}: name a column in data.subgroups to see the "
                 "metrics of its values."
             )
+        for rule in self.thresholds:
+            threshold_rule(rule)
         if not self.thresholds:
             raise NestfedError("study.thresholds needs at least one threshold, such as 'balanced'.")
 

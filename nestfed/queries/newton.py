@@ -26,6 +26,9 @@ INTERCEPT = "(intercept)"
 RIDGES = tuple(10.0**k for k in np.arange(-6, 1.01, 0.5))
 """The penalties per row that `choose_ridge` tries, beside 0."""
 
+COARSE = RIDGES[::2]
+"""The penalties per row of a study, which asks institutions for the sums of every Newton step."""
+
 # --------------------------------------------------------------------------------------------- at a site
 
 
@@ -399,7 +402,7 @@ def ridge_regression(trial: Ask, final: Ask, names: Sequence[str], classes: int)
     - `final`: asks with all rows in the training part; it gives the second fit, with the same penalty per row.
     """
     family: Family = "logistic" if classes else "linear"
-    path = regression_path(trial, family, names, classes=classes)
+    path = regression_path(trial, family, names, classes=classes, ridges=COARSE)
 
     def fit(ask: Ask) -> Fit:
         rows = int(pooled(ask(FACTS, classes=classes).values())["used"])

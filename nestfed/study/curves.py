@@ -23,13 +23,19 @@ class DecisionCurve:
     model: tuple[float, ...]
     everybody: tuple[float, ...]
 
+    def _beneficial(self) -> tuple[list[float], list[float]]:
+        """Return the net benefit of calling every row positive where it is not far below 0, which would hide the model's."""
+        least = -max(self.everybody) / 2
+        kept = [(p, v) for p, v in zip(self.probability, self.everybody) if v >= least]
+        return [p for p, _ in kept], [v for _, v in kept]
+
     def figure(self, name: str) -> Figure:
         """Return the curve for a report."""
         return Figure(
             "Decision curve", "threshold probability", "net benefit",
             [
                 Line(name, self.probability, self.model),
-                Line("call everybody positive", self.probability, self.everybody, "dashed"),
+                Line("call everybody positive", *self._beneficial(), "dashed"),
                 Line("call nobody positive", self.probability, [0.0] * len(self.probability), "dashed"),
             ],
         )  # fmt: skip

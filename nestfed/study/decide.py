@@ -12,6 +12,7 @@ import numpy.typing as npt
 from scipy.special import expit
 
 from nestfed.core import NestfedError
+from nestfed.experiment.study import threshold_rule
 from nestfed.metrics import Estimate, edges
 from nestfed.queries.scores import BINS
 from nestfed.queries.tally import Tally
@@ -167,7 +168,7 @@ def choose(validation: Tally, rule: str) -> float:
     - "alerts 0.1": the lowest at which at most this share of rows is called positive.
     - "balanced": the highest sum of sensitivity and specificity; of equals the lowest.
     """
-    name, wanted = _rule(rule)
+    name, wanted = threshold_rule(rule)
     if not (validation.rows.all() and validation.known):
         raise NestfedError(
             f"A threshold for {rule!r} needs validation rows of both classes, and scores that are numbers."
@@ -185,22 +186,6 @@ def choose(validation: Tally, rule: str) -> float:
         return float(EDGES[good[-1]]) if len(good) else 0.0
     good = np.flatnonzero(wrong <= 1 - wanted + ROUNDING if name == "specificity" else called <= wanted + ROUNDING)
     return float(EDGES[good[0]]) if len(good) else 1.0
-
-
-def _rule(rule: str) -> tuple[str, float]:
-    name, _, written = rule.partition(" ")
-    if name == "balanced" and not written:
-        return name, math.nan
-    try:
-        wanted = float(written)
-    except ValueError:
-        wanted = math.nan
-    if name not in ("sensitivity", "specificity", "alerts") or not 0 < wanted <= 1:
-        raise NestfedError(
-            f"A threshold's rule is 'sensitivity S', 'specificity S', 'alerts S' with a share S above 0 and at most 1, or "
-            f"'balanced'; got {rule!r}."
-        )
-    return name, wanted
 
 
 def judged_at(rule: str, probability: float, test: Tally) -> Threshold:

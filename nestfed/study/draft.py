@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 from nestfed.core import NestfedError
 from nestfed.data.columns import Reading, label_of, numbers
@@ -33,8 +34,11 @@ from nestfed.data.schema import (
     toml,
 )
 from nestfed.data.tables import MOST_VALUES, NUMBER, Roles
+from nestfed.study.propose import proposed
 from nestfed.study.tables import read_raw
 
+USUAL = 1000
+"""The rows of a site by which local steps are proposed where the tables are apart; few enough to suit small ones."""
 HEAD = """\
 # A study, for people to read and agree on. Decide every column with kind = "?": number or category.
 # Counts below {min_cell} and categories of fewer rows are not in this file.
@@ -55,17 +59,25 @@ class Draft:
     notes: Mapping[str, str] = field(default_factory=dict)
     """One note by column, or by setting of [data] as data.NAME."""
     min_cell: int = 10
+    rows: Sequence[int] = ()
+    """The rows of each table; empty if they are not known here."""
+    sites: Mapping[str, str] = field(default_factory=dict)
+    """The file of each site, if all tables are at hand."""
 
     def to_toml(self) -> str:
-        """Return the experiment file."""
-        number = self.data.get("target_kind") == NUMBER
-        settings = "".join(f"{k} = {toml(v)}{self._note(f'data.{k}')}\n" for k, v in self.data.items())
+        """Return the study's file, with the methods that `nestfed train` would propose."""
+        data: dict[str, Any] = dict(self.data)
+        rest: dict[str, Any] = {}
+        if "target" in data:
+            classes = data.get("classes", [])
+            made = proposed(data["target"], "auto", self.rows or [USUAL], classes, data=data, sites=self.sites)
+            data, rest = made.pop("data"), made
+        settings = "".join(f"{k} = {toml(v)}{self._note(f'data.{k}')}\n" for k, v in data.items())
         return "\n".join([
             HEAD.format(min_cell=self.min_cell),
             f"[data]\n{settings}",
-            '[model]\nname = "mlp"\nhidden = []  # a linear model\n',
-            f'[problem]\nname = "{"regress" if number else "auroc"}"\n',
             OPTIONS + self.schema.to_toml(self.notes),
+            tomli_w.dumps(rest),
         ])  # fmt: skip
 
     def _note(self, key: str) -> str:
@@ -115,7 +127,9 @@ def draft(
     data |= {k: v for k, v in (("group", group), ("split_by", split_by)) if v}
     rows = sum(map(len, tables))
     notes["data.target"] = f"{len(tables)} tables" + (f", {rows:,} rows" if rows >= min_cell else "")
-    return Draft(data, replace(found.schema, columns=columns, others=IGNORED), notes, min_cell)
+    schema = replace(found.schema, columns=columns, others=IGNORED)
+    sites = {raw.site: raw.where for raw in tables} if len(tables) > 1 else {}
+    return Draft(data, schema, notes, min_cell, [len(raw) for raw in tables] if sites else (), sites)
 
 
 def _described(

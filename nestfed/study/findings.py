@@ -116,6 +116,8 @@ def _trials(ways: Sequence[Way], metric: str, *, protected: bool) -> Table:
         values = " · ".join(f"{name}: {'diverged' if math.isnan(v) else f'{v:.4f}'}" for name, v in way.trials.items())
         rows.append([way.name, ended, way.rounds, megabytes, values])
     note = f"Every method has the same trials. Values are {LABELS.get(metric, metric)} on validation rows; of exact regression, the mean loss of a row."
+    if any(way.history and not way.rounds for way in ways):
+        note += " 0 rounds: no round was better than the start, which for a linear score is the exact regression."
     if protected:
         note += " Methods that protect sites have the log-loss of the worst site."
     return Table("Tuning", ["method", "chosen", "rounds", "sent by the chosen trial", "trials"], rows, note)

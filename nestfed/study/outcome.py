@@ -113,7 +113,8 @@ def find_out(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.
             protection=protection, seconds=time.perf_counter() - began,
         )  # fmt: skip
     # Every model is calibrated on the validation rows, which its trial has not seen, so that probabilities compare.
-    maps = {way.name: calibrate(trial, way.trial) for way in ways}
+    # Logistic regression needs no map: on its own rows its probabilities agree with the frequencies.
+    maps = {way.name: Calibration() if way is found.exact.way else calibrate(trial, way.trial) for way in ways}
     common = maps[released.name]
     adapted = recalibrate(trial, released.trial, common, names)
     used = common if study.study.calibration == "common" else adapted.calibration

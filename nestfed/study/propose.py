@@ -107,7 +107,7 @@ def proposed(
         "evaluation": {
             "every": EVERY, "keep": "best", "patience": PATIENCE, "metric": metric,
         },
-        "study": {"release": "best" if objective == "auto" or protect else "first", **(study or {})},
+        "study": {"release": "first" if objective in PROPOSED and not protect else "best", **(study or {})},
         "methods": {name: {k: _plain(v) for k, v in one.items()} for name, one in methods.items()},
     }  # fmt: skip
     if schema:

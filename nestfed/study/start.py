@@ -11,6 +11,7 @@ from nestfed.core import NestfedError
 from nestfed.data.faults import PYTHON, Entrance, Faults
 from nestfed.data.schema import EMPTY, TableSchema
 from nestfed.data.tables import CLASS, NUMBER, SURVIVAL, Dataset, Roles
+from nestfed.experiment.prepare import PATIENT
 from nestfed.experiment.site import own_tables
 from nestfed.experiment.spec import Experiment, from_tables
 from nestfed.experiment.study import reject_unfit
@@ -56,8 +57,17 @@ def from_files(
     subgroups = tuple(given.get("subgroups", ()))
     kind = NUMBER if objective == REGRESS else CLASS
     roles = Roles(target, tuple(dict.fromkeys(kept)), tuple(given.get("drop", ())), kind=kind, subgroups=subgroups)
-    found = read_files(files, roles, schema, faults, positive=positive)
+    group = "" if "group" in given else PATIENT
+    found = read_files(files, roles, schema, faults, positive=positive, group=group, numbers=objective == "auto")
     notes = found.notes()
+    if found.roles.kind != kind:
+        notes = (*notes, f"Target {target!r} has many different numbers, so the study predicts a number.")
+    if PATIENT in found.roles.columns and "group" not in given:
+        given["group"] = PATIENT
+        notes = (
+            *notes,
+            f"Rows of the same {PATIENT!r} stay together, and the column is not a feature; name another with --group.",
+        )
     tables = proposed(
         target,
         objective,

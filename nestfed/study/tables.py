@@ -16,7 +16,7 @@ from nestfed.data.readers import Raw
 from nestfed.data.readers import read_table as read_file
 from nestfed.data.schema import EMPTY, TableSchema, is_number, same_spelling, spaced
 from nestfed.data.split import late
-from nestfed.data.tables import CLASS, Dataset, Roles, as_datasets
+from nestfed.data.tables import CLASS, MOST_VALUES, NUMBER, Dataset, Roles, as_datasets
 from nestfed.study.sites import Site
 
 
@@ -62,10 +62,25 @@ class ReadFiles:
 
 
 def read_files(
-    files: Sequence[str | Path], roles: Roles, schema: TableSchema, faults: Faults, *, positive: str = ""
+    files: Sequence[str | Path],
+    roles: Roles,
+    schema: TableSchema,
+    faults: Faults,
+    *,
+    positive: str = "",
+    group: str = "",
+    numbers: bool = False,
 ) -> ReadFiles:
-    """Read one table per site, with common classes and column types; `faults` collects what is wrong with them."""
+    """Read one table per site, with common classes and column types; `faults` collects what is wrong with them.
+
+    - `group`: a column to divide by if all tables have it and it has no other role.
+    - `numbers`: take a target with many different numbers as a number.
+    """
     raw = read_raw(files, schema, faults)
+    if numbers and _is_a_number(raw, roles.target):
+        roles = replace(roles, kind=NUMBER)
+    if group and group not in roles.names and all(group in one.columns for one in raw):
+        roles = replace(roles, columns=(*roles.columns, group))
     if roles.kind == CLASS and (there := [one for one in raw if roles.target in one.columns]):
         with faults.noting():
             raw, classes = _with_classes(raw, there, roles, schema, positive, faults)
@@ -110,6 +125,13 @@ def read_sites(
         sites.append(Site(one.site, read.x, read.y, read.schema, read.columns.get(group), read.table, held))
     faults.check()
     return Sites(sites, found.classes, found.schema, found.notes())
+
+
+def _is_a_number(raw: Sequence[Raw], target: str) -> bool:
+    """Return whether a target has more different numbers than classes may have."""
+    columns = [one.columns[target] for one in raw if target in one.columns]
+    numeric = all(column.dtype.kind in "iuf" for column in columns)
+    return numeric and len(set().union(*(column.dropna().unique().tolist() for column in columns))) > MOST_VALUES
 
 
 def read_raw(files: Sequence[str | Path], schema: TableSchema, faults: Faults) -> list[Raw]:

@@ -110,6 +110,7 @@ def local_(
         notify=lambda s: console.print(s),
     )
     if experiment.is_study:
+        echo((place / "progress.log").read_text(encoding="utf-8").splitlines()[-1].split(" ", 2)[-1])
         for name, path in {"report": "report.html", "model": "model", "study": "study.toml"}.items():
             echo(f"{name:<11} {place / path}")
         return

@@ -225,7 +225,8 @@ def local(
         certificates=secrets,
     )
     shown = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
-    trained: set[str] = set()
+    progress = out / "progress.log"
+    told = len(progress.read_text(encoding="utf-8").splitlines()) if progress.exists() else 0
     try:
         with Processes(folder / "logs") as processes:
             federation = Local(folder, processes, insecure)
@@ -251,9 +252,10 @@ def local(
                     history = read_record(record)
                     if history:
                         bar.update(history[-1], metrics_of(history[-1]))
-                    for training in sorted({p.name for p in out.glob("trainings/*/*")} - trained):
-                        trained.add(training)
-                        notify(training)
+                    steps = progress.read_text(encoding="utf-8").splitlines() if progress.exists() else []
+                    for line in steps[told:]:
+                        notify(line.split(" ", 2)[-1])
+                    told = max(told, len(steps))
                     lines = warnings.read_text(encoding="utf-8").splitlines() if warnings.exists() else []
                     for line in lines[shown:]:
                         notify(line.split(" ", 2)[-1])
@@ -261,7 +263,8 @@ def local(
                     if over and not finished.exists():
                         stopped = [line.partition(" stopped: ")[2] for line in lines if " stopped: " in line]
                         output = f"Flower's last output:\n{processes.tail('run')}\nThe logs are in {folder / 'logs'}."
-                        raise NestfedError(stopped[-1] if stopped else f"The run ended early. {output}")
+                        hint = f" The sites' own logs are in {folder / 'logs'}."
+                        raise NestfedError(f"{stopped[-1]}{hint}" if stopped else f"The run ended early. {output}")
                     time.sleep(0.3)
                 if history := read_record(record):
                     bar.update(history[-1], {})

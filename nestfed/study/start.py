@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nestfed.core import NestfedError
 from nestfed.data.faults import PYTHON, Entrance, Faults
-from nestfed.data.schema import EMPTY, TableSchema
+from nestfed.data.schema import EMPTY, ID, TableSchema
 from nestfed.data.tables import CLASS, NUMBER, SURVIVAL, Dataset, Roles
 from nestfed.experiment.prepare import PATIENT
 from nestfed.experiment.site import own_tables
@@ -22,7 +24,10 @@ from nestfed.study.hazards import options_of
 from nestfed.study.model import StudyModel
 from nestfed.study.outcome import Outcome, find_out
 from nestfed.study.propose import REGRESS, proposed
-from nestfed.study.tables import read_files
+from nestfed.study.tables import ReadFiles, read_files
+
+STRAY = 5
+"""A class of several with fewer rows is rejected."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def from_files(
     group = "" if "group" in given else PATIENT
     found = read_files(files, roles, schema, faults, positive=positive, group=group, numbers=objective == "auto")
     notes = found.notes()
+    _reject_stray_classes(found, target)
+    notes += _repeated_ids(found, given)
     if found.roles.kind != kind:
         notes = (*notes, f"Target {target!r} has many different numbers, so the study predicts a number.")
     if PATIENT in found.roles.columns and "group" not in given:
@@ -79,6 +86,32 @@ def from_files(
         **options,
     )
     return Started(from_tables(tables), found.by_name(), notes)
+
+
+def _reject_stray_classes(found: ReadFiles, target: str) -> None:
+    """Reject a third class that hardly any row has: it is more likely a mistake than a class."""
+    if len(found.classes) < 3:
+        return
+    counts = np.array([np.bincount(table.y, minlength=len(found.classes)) for table in found.tables])
+    for n, name in enumerate(found.classes):
+        if (rows := int(counts[:, n].sum())) < STRAY:
+            places = ", ".join(one.where for one, count in zip(found.raw, counts[:, n]) if count)
+            raise NestfedError(
+                f"Target {target!r} is {name!r} in only {rows} of all rows ({places}): correct them, or remove these rows."
+            )
+
+
+def _repeated_ids(found: ReadFiles, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a sentence on ids that several rows share, unless a group keeps such rows together."""
+    if "group" in given or PATIENT in found.roles.columns:
+        return ()
+    ids = [name for name, spec in found.schema.columns.items() if spec.kind == ID]
+    repeated = [name for name in ids if any(one.columns[name].dropna().duplicated().any() for one in found.raw)]
+    return tuple(
+        f"Column {name!r} holds ids that several rows share, so rows of one of them may be on both sides of the split: use "
+        f"--group {name} if it is a person."
+        for name in repeated
+    )
 
 
 def from_file(study: Experiment) -> Started:

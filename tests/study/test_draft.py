@@ -69,7 +69,9 @@ def test_sites_that_draft_apart_agree(files: list[Path], tmp_path: Path) -> None
         drafts[-1].write_text(run(path, "--target", "died", "--group", "person"))
     together = from_tables(tomllib.loads(run("merge", *drafts)))
     whole = draft(files, "died", group="person")
-    assert together.data == from_tables({"data": dict(whole.data)}).data
+    assert together.data == from_tables(tomllib.loads(whole.to_toml())).data
+    assert together.is_study, "what sites agree on can be deployed"
+    assert list(together.methods) == list(from_tables(tomllib.loads(whole.to_toml())).methods)
     for name, spec in whole.schema.columns.items():
         mine = together.schema.columns[name]
         assert {c.casefold() for c in mine.categories} == {c.casefold() for c in spec.categories}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,8 @@ from nestfed.study import release as written
 from nestfed.study.hazards import survive
 from nestfed.study.outcome import find_out
 
+PROGRESS = "progress.log"
+"""The steps of a study, for `nestfed deploy local` and people who wait."""
 PREDECESSOR = 60.0
 """Seconds to wait for the directory's lock. The ServerApp of a killed SuperLink needs about ten to end."""
 
@@ -87,19 +90,25 @@ class Coordinator:
             last = done.history[-1]
         write_atomically(out / "finished.json", json.dumps(last).encode())
 
+    def _tell(self, sentence: str) -> None:
+        """Log where a study is, and write it down for those who wait."""
+        self.roster.log(sentence, INFO)
+        with (self.setup.out / PROGRESS).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
+
     def _conduct(self, flower: Flower) -> dict[str, Any]:
         """Conduct a study, write what it leaves, and send the model to the sites."""
         study, out, roster = self.study, self.setup.out, self.roster
         sites = Deployed(flower, study, written.trainings(out, study))
         if Target.of(study.data).is_survival:
             return self._survive(flower, sites)
-        outcome = find_out(study, sites, partial(roster.log, level=INFO))
+        outcome = find_out(study, sites, self._tell)
         written.keep_file(study, out)
         # The directory belongs to this study, so a model in it is that of an attempt that was cut off.
         model, _ = written.write(outcome, out, {"deployed over": f"{len(sites.names)} sites"}, force=True)
         roster.audit.add("model released", file="model", sha256=model.digest)
         there = release(flower, model, findings.tables(outcome))
-        roster.log(f"{findings.headline(outcome)} The model is at {', '.join(there) or 'no site'}.", INFO)
+        self._tell(f"{findings.headline(outcome)} The model is at {', '.join(there) or 'no site'}.")
         return {"model": model.digest, "sites": there}
 
     def _survive(self, flower: Flower, sites: Deployed) -> dict[str, Any]:

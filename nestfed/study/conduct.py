@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nestfed.core import DivergedError, Metric
+from nestfed.core import DivergedError, Metric, NestfedError
 from nestfed.engine.record import metrics_of
 from nestfed.engine.round import Record
 from nestfed.experiment import choice
@@ -148,12 +148,19 @@ def conduct(study: Experiment, sites: Sites, tell: Callable[[str], None] = LOG.i
     exact = exact_regression(sites, target)
     # A linear score has the exact optimum of its plain loss to start from, whatever method trains it.
     start = exact.way if network.is_linear else None
-    ways = [_tuned(study, sites, name, start, tell) for name in study.methods]
+    tuned = {name: _tuned(study, sites, name, start, tell) for name in study.methods}
+    ways = [way for way in tuned.values() if way is not None]
+    lost = [name for name, way in tuned.items() if way is None]
+    if study.study.baseline in lost:
+        raise NestfedError(
+            f"{study.study.baseline} diverged with every step size: add smaller ones to methods.{study.study.baseline}.tune."
+        )
     notes = [
         f"{way.name} had not converged after {way.rounds} rounds: allow more (run.rounds)."
         for way in ways
         if not way.converged
     ]
+    notes += [f"{name} diverged with every step size and is left out." for name in lost]
     counts = asking(sites)(FACTS, classes=len(target.classes))
     rows = {sites.names[n]: tuple(reply["classes"].tolist()) or (int(reply["used"]),) for n, reply in counts.items()}
     if target.binary:
@@ -183,8 +190,11 @@ def exact_regression(sites: Sites, target: Target) -> Exact:
 # ------------------------------------------------------------------------------------- tuning and training
 
 
-def _tuned(study: Experiment, sites: Sites, name: str, start: Way | None, tell: Callable[[str], None]) -> Way:
-    """Try the settings of a method's grid, choose on validation rows, and train on training and validation rows."""
+def _tuned(study: Experiment, sites: Sites, name: str, start: Way | None, tell: Callable[[str], None]) -> Way | None:
+    """Try the settings of a method's grid, choose on validation rows, and train on training and validation rows.
+
+    Return None if every trial diverged.
+    """
     grid, metric = study.grid(name), choosing(study.for_method(name))
     steps = [f"algorithm.{step}" for step in study.for_method(name).steps() if f"algorithm.{step}" in grid]
     tried: list[tuple[dict[str, float], Trained | None, choice.Option]] = []
@@ -193,10 +203,12 @@ def _tuned(study: Experiment, sites: Sites, name: str, start: Way | None, tell: 
     # With a step that is too large, the losses of the worst sites jump, and a jump may look best for one round.
     for _ in range(1 if protects(study, name) else 1 + EXTEND):
         tried += [_tried(study, sites, name, settings, steps, metric, start) for settings in todo]
-        at = choice.choose(metric, [option for _, _, option in tried])
         todo = _further(metric, steps, [(settings, option) for settings, _, option in tried])
         if not todo:
             break
+    if all(trial is None for _, trial, _ in tried):
+        return None
+    at = choice.choose(metric, [option for _, _, option in tried])
     settings, trial, _ = tried[at]
     assert trial is not None
     best, last = _best_round(trial.history, metric), trial.history[-1]["round"]
@@ -241,6 +253,10 @@ def _further(
     if len(steps) != 1:
         return []
     known = [(settings, option) for settings, option in tried if not math.isnan(_value(option))]
+    if not known:
+        smallest = min((settings for settings, _ in tried), key=lambda settings: settings[steps[0]])
+        beyond = choice.beyond(smallest[steps[0]], [settings[steps[0]] for settings, _ in tried])
+        return [] if beyond is None else [{**smallest, steps[0]: beyond}]
     settings, best = known[choice.best(metric, [option for _, option in known])]
     step = settings[steps[0]]
     beyond = choice.beyond(step, [other[steps[0]] for other, _ in tried])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scipy.stats import norm
+
+from nestfed.core import Metric
 from nestfed.experiment.spec import Experiment
 from nestfed.queries import VALIDATION
 from nestfed.queries.tally import Tally
@@ -18,12 +22,14 @@ from nestfed.study.counts import Candidate, Counts, count
 from nestfed.study.decide import Calibration, Threshold
 from nestfed.study.importance import Importance, importance, inputs_by_column
 from nestfed.study.judge import judge
-from nestfed.study.metric_table import MetricTable
+from nestfed.study.metric_table import Entry, MetricTable
 from nestfed.study.protect import Protection, safest
 from nestfed.study.recalibrate import Agreement, Recalibration, agreement, calibrate, recalibrate
 
 QUERIES = (*conducting.QUERIES, *judging.QUERIES, *recalibrating.QUERIES)
 """What a study asks besides what every run over tables asks."""
+LEAST = 1e-3
+"""A gain that is not larger is no reason to release another model."""
 ALONE = "every site alone"
 """Every site's own exact regression, judged on its own rows."""
 COMMON, BY_SITE, UNCALIBRATED = "common calibration", "calibration by site", "scores"
@@ -164,14 +170,22 @@ def _way(ways: Sequence[Way], name: str) -> Way:
     return next(way for way in ways if way.name == name)
 
 
+def _clearly(entry: Entry, metric: Metric, candidates: int) -> bool:
+    """Return whether a model is better than the reference, with 95 % confidence for all candidates together (Bonferroni)."""
+    gain = entry.difference
+    if gain is None or not all(map(math.isfinite, (gain.value, gain.low, gain.high))):
+        return False
+    half = (gain.high - gain.low) / 2 * float(norm.ppf(1 - 0.025 / candidates) / norm.ppf(0.975))
+    return (gain.value if metric.higher else -gain.value) - half > LEAST
+
+
 def _choose(study: Experiment, ways: Sequence[Way], fallback: Way, validation: MetricTable) -> tuple[Way, str]:
     """Return the model to release and the reason, in a sentence."""
     metric = choosing(study)
     if study.study.release == "first":
         return ways[0], f"{ways[0].name} is released because the study names it; see how it compares with the others."
-    better = [
-        way for way in ways if way is not fallback and validation.entry(way.name, metric.name).better(metric.name)
-    ]
+    others = [way for way in ways if way is not fallback]
+    better = [way for way in others if _clearly(validation.entry(way.name, metric.name), metric, len(others))]
     if not better:
         return fallback, (
             f"{fallback.name} is released: on the validation rows, no other model's {metric.name} is better with 95 % confidence."

@@ -93,6 +93,41 @@ def test_the_list_of_what_leaves_a_site_is_complete(algorithm: dict[str, Any], t
     assert experiment.digest() in text
 
 
+@pytest.mark.long
+def test_the_list_of_what_leaves_a_site_in_a_study_is_complete(tmp_path: Path) -> None:
+    """From registration to the released model, under every site's rule for small cells."""
+    experiment = from_tables(
+        {
+            "data": {"target": "died", "classes": ["0", "1"], "validation": 0.3, "subgroups": ["ward"]},
+            "model": {"name": "mlp", "hidden": []},
+            "problem": {"name": "auroc"},
+            "run": {"rounds": 2, "q": 2},
+            "evaluation": {"every": 1, "keep": "best", "metric": "auroc"},
+            "study": {},
+            "methods": {
+                "auroc": {"algorithm": FMGDA},
+                "fedavg": {"problem": {"name": "classify"}, "algorithm": {"eta": 0.1}},
+            },
+        }
+    )
+    grid = at_clinics(tmp_path, experiment, sites=3, min_cell=10)
+    coordinate(experiment, tmp_path, grid, sites=3)
+    assert (tmp_path / "run" / "finished.json").exists()
+    sent: set[str] = set()
+    for _, _, reply in grid.messages:
+        words = opened(reply).words
+        sent |= {k for k in words if k != "report"} | {f"report.{k}" for k in words.get("report", {})}
+        sent |= {re.sub(r"\.(training|test|validation)\.", ".", k) for k in arrays_of(reply)}
+    assert sent <= {item.name for item in discloses(experiment)}
+    assert {
+        "judge-counts.counts",
+        "calibration-sums.loss",
+        "regression-sums.hessian",
+        "fields.theta",
+        "fields.x",
+    } <= sent
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Small cells
 

@@ -16,15 +16,16 @@ from nestfed.core import NestfedError
 from nestfed.experiment.site import own_table, own_tables
 from nestfed.experiment.spec import Experiment, from_tables
 from nestfed.experiment.study import Training, protects
-from nestfed.metrics import log_loss
+from nestfed.metrics import Estimate, find, log_loss
 from nestfed.queries import SCORES, Question
 from nestfed.queries.newton import RIDGES, network_parameters
 from nestfed.queries.scores import RANKING, judged
 from nestfed.study.at_hand import AtHand
 from nestfed.study.conduct import Conducted, conduct
 from nestfed.study.convert import model_of_way
+from nestfed.study.metric_table import Entry
 from nestfed.study.model import StudyModel
-from nestfed.study.outcome import Outcome, find_out
+from nestfed.study.outcome import Outcome, _clearly, find_out
 from nestfed.study.start import Started, train
 
 GRID = [0.03, 0.3]
@@ -253,3 +254,23 @@ def test_every_way_can_be_released(hidden: list[int], files: dict[str, Path], tm
         table = pd.read_csv(files["site-0"])
         of_file = model.scores(model.inputs(table))
         assert np.isin(np.round(scores, 9), np.round(of_file, 9)).all()  # the test rows are some of the file's
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "candidates", "released"),
+    [
+        (0.02, 0.01, 1, True),
+        (0.02, 0.021, 1, False),  # the interval includes 0
+        (0.02, 0.017, 6, False),  # one of six candidates may look better by chance
+        (0.0005, 0.0001, 1, False),  # certain, but of no use
+        (-0.02, 0.01, 1, False),
+    ],
+)
+def test_another_model_is_released_only_if_it_is_clearly_better(
+    value: float, half: float, candidates: int, released: bool
+) -> None:
+    gain = Estimate(value, value - half, value + half)
+    entry = Entry(gain, gain, gain)
+    assert _clearly(entry, find("auroc"), candidates) is released
+    lower = Entry(gain, gain, Estimate(-value, -value - half, -value + half))
+    assert _clearly(lower, find("log_loss"), candidates) is released

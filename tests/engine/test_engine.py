@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from nestfed import Classify, Examples, Minimize
 from nestfed.algorithms import METHODS, FedAdam, FedAMS, FedAvg, FedYogi, Scaffold
-from nestfed.core import Batch, Metric, NestfedError
+from nestfed.core import Batch, Clients, Metric, NestfedError
 from nestfed.data.random import Streams
 from nestfed.engine import checkpoint
 from nestfed.engine.options import Evaluation, Exchange
@@ -383,11 +383,14 @@ def test_iteration_0_waits_for_somebody(name: str) -> None:
     late = simulate(s.problem, method(name), s.clients, rounds=2, seed=seed, **options)
     who = answering(Exchange(share=0.3), seed, len(s.clients), 1)
 
-    class Those:
+    class Those(Clients):
         """The same clients, renumbered: only those who came."""
 
         def __len__(self) -> int:
             return len(who)
+
+        def examples(self, n: int) -> int:
+            return s.clients.examples(who[n])
 
         def sample(self, n: int, t: int) -> Any:
             clients = s.clients.seeded(seed)

@@ -129,7 +129,7 @@ def train_command(
         bool, typer.Option("--force", help="Replace a model in the output directory, and train again.")
     ] = False,
 ) -> None:
-    """Train a model across sites, compare it with the plain ways, and write the model and a report. Run it again to resume."""
+    """Train a model across sites, compare it with the plain ways, and write the model and a report. Run it again to resume an unfinished study."""
     from nestfed.data.faults import COMMAND_LINE
     from nestfed.experiment.spec import read
     from nestfed.study import findings, release

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from logging import INFO
 from typing import Any
 
@@ -114,7 +113,7 @@ class Coordinator:
     def _survive(self, flower: Flower, sites: Deployed) -> dict[str, Any]:
         """Conduct a survival study, write what it leaves, and send the model to the sites, if there is one."""
         study, out, roster = self.study, self.setup.out, self.roster
-        found = survive(study, sites, partial(roster.log, level=INFO))
+        found = survive(study, sites, self._tell)
         written.keep_file(study, out)
         facts = {"deployed over": f"{len(sites.names)} sites"}
         model, _ = survival_release.write(found, out, facts, force=True)

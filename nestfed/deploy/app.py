@@ -176,6 +176,7 @@ def check_experiment(experiment: Experiment, sites: int) -> None:
 
 def _check_training(experiment: Experiment, sites: int) -> None:
     from nestfed.experiment.build import method
+    from nestfed.problems.objective import Labelled
 
     reject_warm_up(experiment)
     single = method(experiment).single
@@ -183,6 +184,11 @@ def _check_training(experiment: Experiment, sites: int) -> None:
         raise NestfedError(f"execution.device must be cpu for a deployment, not {experiment.execution.device}.")
     if single and sites > 1:
         raise NestfedError(f"{experiment.algorithm.name} is a single-machine method, but there are {sites} sites.")
+    if experiment.exchange.privacy is not None and isinstance(experiment.problem, Labelled):
+        raise NestfedError(
+            "With exchange.privacy sites answer no questions, so tables cannot be put on a common scale: leave privacy out, or "
+            "deploy a problem written in Python, whose inputs are agreed beforehand."
+        )
     if experiment.exchange.failures:
         raise NestfedError("exchange.failures simulates failures; set it to 0 for a deployment.")
     if experiment.run.sites != "federated":

@@ -16,6 +16,7 @@ pytest.importorskip("flwr", reason="deployment is an extra: pip install 'nestfed
 from flwr.app import Message
 
 from nestfed.core import NestfedError
+from nestfed.deploy.app import init
 from nestfed.deploy.discloses import discloses, page
 from nestfed.deploy.flower import roster
 from nestfed.deploy.flower.messages import read_plan
@@ -91,6 +92,14 @@ def test_the_list_of_what_leaves_a_site_is_complete(algorithm: dict[str, Any], t
     text = page(experiment)
     assert all(f"| `{name}` |" in text for name in listed)
     assert experiment.digest() in text
+
+
+def test_privacy_of_tables_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
+    """Exact means and categories would have to leave the sites without noise."""
+    experiment = study(exchange={"privacy": {"clip": 1.0, "noise": 1.0}})
+    with pytest.raises(NestfedError, match="sites answer no questions, so tables cannot be put on a common scale"):
+        init(tmp_path / "app", experiment, 3)
+    assert not (tmp_path / "app").exists()
 
 
 @pytest.mark.long

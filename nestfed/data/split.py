@@ -92,7 +92,7 @@ def late(values: np.ndarray, test_from: str, column: str, where: str, form: str 
         times, wrong = seconds(pd.Series(texts, dtype=object), texts, form)
         if wrong is not None:
             raise NestfedError(
-                f"Column {column!r} of {where} holds {str(texts[wrong])[:40]!r} in row {wrong + 1}, which is no date: a temporal "
+                f"Column {column!r} of {where} holds {str(texts[wrong])[:40]!r} in row {wrong + 1}, which is not a date: a temporal "
                 "split needs dates such as 2020-12-31, or numbers."
             )
         start = _first_day(test_from)

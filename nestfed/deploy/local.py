@@ -226,7 +226,7 @@ def local(
     )
     shown = len(warnings.read_text(encoding="utf-8").splitlines()) if warnings.exists() else 0
     progress = out / "progress.log"
-    told = len(progress.read_text(encoding="utf-8").splitlines()) if progress.exists() else 0
+    shown_steps = len(progress.read_text(encoding="utf-8").splitlines()) if progress.exists() else 0
     try:
         with Processes(folder / "logs") as processes:
             federation = Local(folder, processes, insecure)
@@ -253,9 +253,9 @@ def local(
                     if history:
                         bar.update(history[-1], metrics_of(history[-1]))
                     steps = progress.read_text(encoding="utf-8").splitlines() if progress.exists() else []
-                    for line in steps[told:]:
+                    for line in steps[shown_steps:]:
                         notify(line.split(" ", 2)[-1])
-                    told = max(told, len(steps))
+                    shown_steps = max(shown_steps, len(steps))
                     lines = warnings.read_text(encoding="utf-8").splitlines() if warnings.exists() else []
                     for line in lines[shown:]:
                         notify(line.split(" ", 2)[-1])

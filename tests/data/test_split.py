@@ -118,7 +118,7 @@ def test_when_test_rows_begin(values: Any, start: str, wanted: list[int]) -> Non
 @pytest.mark.parametrize(
     ("values", "start", "words"),
     [
-        (["2020-01-01", "soon"], "2020", "'soon' in row 2, which is no date"),
+        (["2020-01-01", "soon"], "2020", "'soon' in row 2, which is not a date"),
         (["2020-01-01", "unknown"], "2020", "missing in 1 rows"),
         (["2020-01-01"], "spring", "a year, a month or a day"),
         (["2020-01-01"], "2020-13", "a year, a month or a day"),

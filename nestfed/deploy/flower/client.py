@@ -185,7 +185,7 @@ def _safely(find: Callable[[], Any], message: Message, context: Context, kept: K
 
 
 class OwnTroubleError(NestfedError):
-    """A reason why this site does not take part, of which the coordinator is told the kind."""
+    """A reason why this site does not take part; the coordinator gets only its kind."""
 
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -233,8 +233,8 @@ def _hello(site: _Site) -> bytes:
         LOG.warning("%s", problem.sentence)
     kinds = list(dict.fromkeys(problem.kind for problem in problems))
     site.audit.add("registered", digest=study.digest(), problems=kinds)
-    told = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
-    return site.reply({}, site=node.name, rows=told, torch=torch.__version__, problems=kinds, clock=time.time())
+    counts = {part: n if n >= node.min_cell else 0 for part, n in rows.items()}
+    return site.reply({}, site=node.name, rows=counts, torch=torch.__version__, problems=kinds, clock=time.time())
 
 
 def _answer(site: _Site) -> bytes:
